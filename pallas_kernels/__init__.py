@@ -1,0 +1,1 @@
+"""Paged-attention kernels: one folder per operation, one file per lowering."""

@@ -1,0 +1,1 @@
+"""Requests, scheduling, pages and text: everything about serving that needs no device and imports no jax."""

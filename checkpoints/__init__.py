@@ -1,1 +1,30 @@
 """Checkpoint readers, the registry of named models and tokenizers; knows nothing of the engine."""
+
+from checkpoints._checkpoint import Checkpoint, TensorInfo
+from checkpoints._errors import CheckpointError
+from checkpoints._named_models import (
+    DEFAULT_MODEL,
+    NAMED_MODELS,
+    NamedModel,
+    Progress,
+    cache_directory,
+    fetch_named_model,
+    named_model_path,
+)
+from checkpoints._open import open_checkpoint
+from checkpoints._tokenizer import Tokenizer
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "NAMED_MODELS",
+    "Checkpoint",
+    "CheckpointError",
+    "NamedModel",
+    "Progress",
+    "TensorInfo",
+    "Tokenizer",
+    "cache_directory",
+    "fetch_named_model",
+    "named_model_path",
+    "open_checkpoint",
+]

@@ -1,0 +1,104 @@
+"""The Hugging Face view every checkpoint format is presented as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from checkpoints._errors import CheckpointError
+from checkpoints._tokenizer import Tokenizer
+
+Format = Literal["safetensors", "gguf", "orbax"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What `Checkpoint.read` returns for a tensor, and how the file stores it.
+
+    `shape`, `dtype` and `nbytes` describe the array that is read; `stored_as` names the type in the file (for a
+    quantized GGUF tensor "Q4_1", otherwise the dtype) and `stored_nbytes` is its size there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    nbytes: int
+    stored_as: str
+    stored_nbytes: int
+
+
+class TensorStore(Protocol):
+    """Lazy access to the tensors of one checkpoint."""
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Shape and type by Hugging Face tensor name."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, read from the file now."""
+        ...
+
+    def close(self) -> None:
+        """Release files and mappings."""
+        ...
+
+
+class Checkpoint:
+    """An open checkpoint: configuration, tensors by Hugging Face name, tokenizer.
+
+    `config` and `generation_config` have the keys of Hugging Face's `config.json` and `generation_config.json`
+    whatever the file format.  Nothing is read from a tensor until `read` asks for it.  Use it as a context manager or
+    call `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str,
+        format: Format,
+        config: dict[str, Any],
+        generation_config: dict[str, Any],
+        store: TensorStore,
+        load_tokenizer: Callable[[], Tokenizer],
+    ) -> None:
+        self.source = source
+        self.format: Format = format
+        self.config = config
+        self.generation_config = generation_config
+        self._store = store
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by Hugging Face name."""
+        return self._store.infos
+
+    def read(self, name: str) -> np.ndarray:
+        """Read one tensor; raises `CheckpointError` when the checkpoint has no tensor of that name.
+
+        Quantized GGUF tensors come as float32, everything else in the stored dtype (bfloat16 is
+        `ml_dtypes.bfloat16`).  The array may be a read-only view of the mapped file, valid until `close`.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.source}: the checkpoint has no tensor named {name!r}.")
+        return self._store.read(name)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, built on the first call; raises `CheckpointError` when there is none."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Release the files; arrays that are views of them must not be used afterwards."""
+        self._store.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,60 @@
+"""Open a GGUF file as a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from checkpoints._checkpoint import Checkpoint
+from checkpoints._errors import CheckpointError
+from checkpoints._gguf_config import gguf_config, gguf_generation_config
+from checkpoints._gguf_header import GGUFHeader, parse_header
+from checkpoints._gguf_names import ROPE_FACTOR_TENSORS, architecture
+from checkpoints._gguf_store import GGUFStore
+from checkpoints._gguf_tokenizer import gguf_tokenizer
+
+_MAX_FACTORS = 1 << 12
+
+
+def open_gguf(path: Path, source: str) -> Checkpoint:
+    """Open one `.gguf` file; raises `CheckpointError` when it cannot be read."""
+    data = map_file(path)
+    header = parse_header(data, path)
+    arch = architecture(header.metadata.get("general.architecture"), source)
+    config = gguf_config(header, arch, _rope_factors(data, header, source), source)
+    generation_config = gguf_generation_config(header, config)
+    heads = (config["num_attention_heads"], config["num_key_value_heads"])
+    return Checkpoint(
+        source=source,
+        format="gguf",
+        config=config,
+        generation_config=generation_config,
+        store=GGUFStore(path, data, header, arch, heads),
+        load_tokenizer=lambda: gguf_tokenizer(header.metadata, generation_config.get("eos_token_id", []), source),
+    )
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file read-only; raises `CheckpointError` when it is empty or cannot be opened."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise CheckpointError(f"{path}: the file is empty; download it again.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); check the path.") from None
+
+
+def _rope_factors(data: mmap.mmap, header: GGUFHeader, source: str) -> dict[str, np.ndarray]:
+    factors: dict[str, np.ndarray] = {}
+    for name in ROPE_FACTOR_TENSORS & header.tensors.keys():
+        tensor = header.tensors[name]
+        if tensor.type.name != "F32" or math.prod(tensor.shape) > _MAX_FACTORS:
+            raise CheckpointError(
+                f"{source}: tensor {name} must hold at most {_MAX_FACTORS} F32 values; convert again."
+            )
+        factors[name] = np.frombuffer(data, np.float32, math.prod(tensor.shape), tensor.offset).copy()
+    return factors

@@ -1,0 +1,138 @@
+"""Build the tokenizer a GGUF file carries in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from checkpoints._errors import CheckpointError
+from checkpoints._sentencepiece_bpe import sentencepiece_bpe
+from checkpoints._tokenizer import Tokenizer
+from checkpoints._tokenizers_backend import TokenizersBackend
+
+_CONTROL, _USER_DEFINED = 3, 4
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre, by the split it names.
+_GPT2 = frozenset({"default", "gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "roberta-bpe", "mpt", "olmo"})
+_DIGITS_THEN_GPT2 = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
+_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"})
+_LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"})
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], eos_ids: Iterable[int], source: str) -> Tokenizer:
+    """The tokenizer in the metadata; raises `CheckpointError` when it is missing, malformed or of another kind."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _tokens(metadata, source)
+    try:
+        if kind == "gpt2":
+            built = _byte_level_bpe(metadata, tokens, source)
+        elif kind == "llama":
+            built = _scored_bpe(metadata, tokens, source)
+        else:
+            raise CheckpointError(
+                f"{source}: the tokenizer kind {kind!r} is not supported (gpt2 and llama are); "
+                "use the safetensors checkpoint."
+            )
+        built.add_tokens(_added_tokens(metadata, tokens))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The library reports a vocabulary and merges that do not fit each other as a bare Exception.
+        raise CheckpointError(f"{source}: the tokenizer is inconsistent ({error}); convert the file again.") from None
+    bos, eos, unknown, padding = (_special(metadata, name, tokens) for name in ("bos", "eos", "unknown", "padding"))
+    named = {"bos_token": bos, "eos_token": eos, "unk_token": unknown, "pad_token": padding}
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        TokenizersBackend(built),
+        bos_id=bos,
+        eos_ids=[*eos_ids, *([] if eos is None else [eos])],
+        add_bos=_adds_bos(metadata),
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={name: tokens[value] for name, value in named.items() if value is not None},
+    )
+
+
+def _tokens(metadata: Mapping[str, Any], source: str) -> list[str]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise CheckpointError(f"{source}: the file has no tokenizer; use a file converted with its vocabulary.")
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"{source}: the vocabulary holds the same token twice; convert the file again.")
+    return tokens
+
+
+def _special(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return value if type(value) is int and 0 <= value < len(tokens) else None
+
+
+def _adds_bos(metadata: Mapping[str, Any]) -> bool:
+    declared = metadata.get("tokenizer.ggml.add_bos_token")
+    if isinstance(declared, bool):
+        return declared
+    return metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
+
+
+def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    return kinds.tolist() if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens) else [1] * len(tokens)
+
+
+def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[AddedToken]:
+    return [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, _kinds(metadata, tokens), strict=True)
+        if kind in (_CONTROL, _USER_DEFINED) and token
+    ]
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], source: str) -> tokenizers.Tokenizer:
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise CheckpointError(f"{source}: the tokenizer has no merges; convert the file again.")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    built = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=pre in _LLAMA3)
+    )
+    built.pre_tokenizer = _pre_tokenizer(pre, source)
+    if pre in _QWEN2:
+        built.normalizer = normalizers.NFC()
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _pre_tokenizer(pre: object, source: str) -> pre_tokenizers.PreTokenizer:
+    if pre in _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _DIGITS_THEN_GPT2:
+        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    if pre in _QWEN2 or pre in _LLAMA3:
+        words = Regex(_WORDS % ("" if pre in _QWEN2 else "{1,3}"))
+        split = pre_tokenizers.Split(words, behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise CheckpointError(
+        f"{source}: the pre-tokenizer {pre!r} is not supported; use the safetensors checkpoint with its tokenizer.json."
+    )
+
+
+def _scored_bpe(metadata: Mapping[str, Any], tokens: list[str], source: str) -> tokenizers.Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise CheckpointError(f"{source}: the tokenizer needs one score per token; convert the file again.")
+    unknown = _special(metadata, "unknown", tokens)
+    return sentencepiece_bpe(
+        tokens,
+        scores.tolist(),
+        _kinds(metadata, tokens),
+        unknown=None if unknown is None else tokens[unknown],
+        space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", True) is not False,
+    )

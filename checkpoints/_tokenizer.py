@@ -1,0 +1,122 @@
+"""The tokenizer every checkpoint offers, whatever file it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from checkpoints._chat_template import check_messages, render_chat
+from checkpoints._errors import CheckpointError
+
+
+class Backend(Protocol):
+    """What a tokenizer library must do for `Tokenizer`."""
+
+    @property
+    def size(self) -> int:
+        """Number of ids, added tokens included."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` skips on request."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text in which special tokens may be spelled out."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of ids."""
+        ...
+
+    def piece(self, token_id: int) -> str | None:
+        """The vocabulary entry of one id."""
+        ...
+
+    def find(self, piece: str) -> int | None:
+        """The id of one vocabulary entry."""
+        ...
+
+
+class Tokenizer:
+    """Text to ids and back, and chat messages to text.
+
+    `bos_id` is None when the model has no beginning-of-text token; `eos_ids` holds every id that ends a generation;
+    `special_ids` the ids without text of their own; `chat_template` the jinja source or None.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_id: int | None,
+        eos_ids: Iterable[int],
+        add_bos: bool,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self.bos_id = bos_id
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.adds_bos = add_bos and bos_id is not None
+        self.chat_template = chat_template
+        self.special_ids = backend.special_ids
+        self._special_tokens = dict(special_tokens or {})
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows; a model's logits may be padded beyond it."""
+        return self._backend.size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; with `add_special_tokens`, a model that wants a BOS gets exactly one, at the start."""
+        ids = self._backend.encode(text, add_special_tokens)
+        return self._with_one_bos(ids) if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; raises `CheckpointError` for an id outside the 32-bit range."""
+        if any(not 0 <= token_id < 1 << 32 for token_id in ids):
+            raise CheckpointError("token ids must lie between 0 and 2**32 - 1.")
+        return self._backend.decode(list(ids), skip_special_tokens)
+
+    def id_to_piece(self, token_id: int) -> str:
+        """The vocabulary entry of an id, in the tokenizer's own spelling; empty for an id it does not know."""
+        return (self._backend.piece(token_id) or "") if 0 <= token_id < 1 << 32 else ""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; raises `CheckpointError` without a template or when it refuses."""
+        if self.chat_template is None:
+            raise CheckpointError("this model has no chat template; give a plain prompt instead of messages.")
+        check_messages(messages)
+        values = {
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return render_chat(self.chat_template, values)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Ids of a conversation, with exactly one BOS for a model that wants one, whether the template writes it."""
+        text = self.apply_chat_template(messages, add_generation_prompt, tools)
+        return self._with_one_bos(self._backend.encode(text, False))
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        if not self.adds_bos or self.bos_id is None:
+            return ids
+        start = 0
+        while start < len(ids) and ids[start] == self.bos_id:
+            start += 1
+        return [self.bos_id, *ids[start:]]

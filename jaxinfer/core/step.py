@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxinfer.core.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TableUpdate:
+class TableUpdate(NamedTuple):
     """Page `page_id` now holds positions column * page_size .. of the sequence in `slot`."""
 
     slot: int

@@ -1,0 +1,86 @@
+"""The state of a request and of its sequences while they are served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxinfer.core.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+SEED_RANGE = 2**32
+
+
+class RequestRefused(ValueError):
+    """A request that can never be served as asked; the text says why in one sentence."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt and its n sequences.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        prompt_ids: the prompt's tokens, at least one.
+        params: generation parameters.
+        seed: random stream of sequence 0; sequence i uses seed + i.
+        eos_ids: the model's end-of-sequence ids.
+        arrival: when the request came, in seconds of the scheduler's clock.
+        max_new_tokens: params.max_tokens capped at what context and cache hold; set when the scheduler accepts it.
+        sequences: the n sequences.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    eos_ids: tuple[int, ...]
+    arrival: float
+    max_new_tokens: int = 0
+    sequences: tuple[Sequence, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequences = tuple(Sequence(self, i, (self.seed + i) % SEED_RANGE) for i in range(self.params.n))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has finished."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions a sequence of this request caches: the token sampled last is never cached."""
+        return len(self.prompt_ids) + self.max_new_tokens - 1
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One completion in the making.
+
+    Attributes:
+        request: the request it belongs to.
+        index: its number among the request's n sequences.
+        seed: start of its random stream.
+        output_ids: tokens sampled so far.
+        num_cached: leading positions whose K/V are in the cache.
+        slot: its row on the device; None while waiting and after the end.
+        pages: its physical pages in the order of positions.
+        decoding: whether its next step feeds back the token sampled last (otherwise known tokens are still to prefill).
+        finish_reason, stop_reason: None until it ends; stop_reason is the stop string or stop id, if one ended it.
+        scheduled_at, first_token_at, last_token_at, finished_at: seconds of the scheduler's clock, None before.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    output_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    decoding: bool = False
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None

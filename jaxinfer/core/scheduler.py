@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,8 +129,13 @@ class Scheduler:
         return request
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence and release its slot and pages; one that has ended already stays as it is."""
+        """End a sequence and release its slot and pages.
+
+        One that has ended already stays as it is, except that a stop string found in its last text outranks length.
+        """
         if sequence.finish_reason is not None:
+            if sequence.finish_reason == "length" and reason == "stop":
+                sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -231,8 +237,9 @@ class Scheduler:
         needed = prompt + max(limit, 1) - 1
         if needed > positions:
             raise RequestRefused(
-                f"The request needs {needed} cache positions ({prompt} prompt tokens and up to {max(limit, 1)} new ones),"
-                f" but the whole cache has {positions}; lower max_tokens, shorten the prompt or enlarge the cache."
+                f"The request needs {needed} cache positions ({prompt} prompt tokens and up to {max(limit, 1)} new"
+                f" ones), but the whole cache has {positions}; lower max_tokens, shorten the prompt or enlarge the"
+                " cache."
             )
         return limit
 

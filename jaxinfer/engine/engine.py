@@ -1,0 +1,173 @@
+"""The engine's loop: schedule a round, run it on the device, turn its tokens into outputs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, Protocol
+
+from jaxinfer.core.request import SEED_RANGE, Request
+from jaxinfer.core.sampling_params import SamplingParams
+from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, SequenceProgress
+from jaxinfer.core.step import StepResult, StepWork
+from jaxinfer.engine.output_state import RequestState
+from jaxinfer.engine.outputs import OutputKind, RequestOutput
+from jaxinfer.engine.prompts import Prompt, Tokenizer, check_params, encode_prompt
+
+_TOKEN_TEXTS_KEPT = 65536
+
+
+class Limits(Protocol):
+    """What a runner was built for; see SchedulerConfig for the meaning."""
+
+    @property
+    def max_slots(self) -> int: ...  # noqa: D102
+    @property
+    def page_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_pages(self) -> int: ...  # noqa: D102
+    @property
+    def max_context(self) -> int: ...  # noqa: D102
+    @property
+    def max_batched_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def max_prefill_rows(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+
+
+class Runner(Protocol):
+    """Executes rounds on the device."""
+
+    @property
+    def limits(self) -> Limits:
+        """What it was built for."""
+        ...
+
+    def execute(self, work: StepWork, /) -> StepResult:
+        """Run one round and wait for its result."""
+        ...
+
+
+class Engine:
+    """Serves many requests at once on one runner.
+
+    `add_request` queues, `step` runs one round and returns what is new, `abort` ends a request at any moment. A mistake
+    in a request is a ValueError from `add_request` and disturbs no other request. If a round fails on the device,
+    `step` raises, the requests in that round end with reason "abort" (their outputs come with the next `step`) and the
+    others go on. Not thread-safe: call it from one thread, or from one at a time.
+
+    Args:
+        runner: executes rounds.
+        tokenizer: the model's tokenizer.
+        mode: "continuous" batching or "static" waves.
+        seed: makes the random streams of requests without a seed of their own repeatable.
+        clock: seconds; arrivals are given and metrics measured in it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        mode: Literal["continuous", "static"] = "continuous",
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits = runner.limits
+        config = SchedulerConfig(
+            max_slots=limits.max_slots,
+            page_size=limits.page_size,
+            num_pages=limits.num_pages,
+            max_context=limits.max_context,
+            max_batched_tokens=limits.max_batched_tokens,
+            mode=mode,
+            max_prefill_rows=limits.max_prefill_rows,
+        )
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(config, clock)
+        self._vocab_size = limits.vocab_size
+        self._eos_ids = tuple(token_id for token_id in tokenizer.eos_ids if 0 <= token_id < limits.vocab_size)
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._token_text = lru_cache(_TOKEN_TEXTS_KEPT)(lambda token_id: tokenizer.decode([token_id], False))
+        self._states: dict[str, RequestState] = {}
+        self._undelivered: list[RequestOutput] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to hand out."""
+        return self.scheduler.has_unfinished or bool(self._undelivered)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        arrival: float | None = None,
+        output_kind: OutputKind = OutputKind.CUMULATIVE,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt: text (encoded with the tokenizer's special tokens) or token ids (taken as they are).
+            params: generation parameters; None for the defaults.
+            arrival: when the request came, in seconds of the engine's clock; None for now.
+            output_kind: how much each of its outputs carries.
+
+        Raises:
+            RequestRefused: (a ValueError) the prompt is empty or has ids outside the vocabulary, a parameter names such
+                an id, the request can never fit the context or the cache, or its id is in use.
+        """
+        params = params or SamplingParams()
+        text, prompt_ids = encode_prompt(prompt, self.tokenizer, self._vocab_size)
+        check_params(params, self._vocab_size)
+        seed = self._random.randrange(SEED_RANGE) if params.seed is None else params.seed
+        now = self._clock() if arrival is None else arrival
+        request = Request(request_id, prompt_ids, params, seed, self._eos_ids, now)
+        self.scheduler.add(request)
+        self._states[request_id] = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one round; outputs of the requests it brought forward."""
+        outputs, self._undelivered = self._undelivered, []
+        if not self.scheduler.has_unfinished:
+            return outputs
+        work = self.scheduler.schedule()
+        result = self._execute(work)
+        progress = self.scheduler.commit(work, result)
+        return outputs + self._postprocess(progress)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its last output (reason "abort"), or None if no such request is unfinished."""
+        if self.scheduler.cancel(request_id) is None:
+            return None
+        return self._states.pop(request_id).abort()
+
+    def _execute(self, work: StepWork) -> StepResult:
+        try:
+            return self.runner.execute(work)
+        except BaseException:
+            for request in self.scheduler.abandon(work):
+                self._undelivered.append(self._states.pop(request.request_id).abort())
+            raise
+
+    def _postprocess(self, progress: list[SequenceProgress]) -> list[RequestOutput]:
+        changed: dict[str, RequestState] = {}
+        for item in progress:
+            request_id = item.sequence.request.request_id
+            state = self._states[request_id]
+            state.add_prompt_logprobs(item.prompt_logprobs)
+            if item.token is not None:
+                stop = state.completions[item.sequence.index].push(item.token)
+                if stop is not None:
+                    self.scheduler.finish(item.sequence, "stop", stop)
+                changed[request_id] = state
+        for request_id, state in changed.items():
+            if state.request.finished:
+                del self._states[request_id]
+        return [output for state in changed.values() if (output := state.take_output()) is not None]

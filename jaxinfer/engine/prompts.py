@@ -1,0 +1,73 @@
+"""Accepts a prompt as text or token ids and refuses, in one sentence, what cannot be a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from jaxinfer.core.detokenizer import TextDecoder
+from jaxinfer.core.request import RequestRefused
+from jaxinfer.core.sampling_params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+class Tokenizer(TextDecoder, Protocol):
+    """The part of a checkpoint's tokenizer the engine uses."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sequence."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, beginning with exactly one BOS if the model wants one."""
+        ...
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
+    """The prompt's text (None if it came as ids) and its token ids, at least one, all inside the vocabulary."""
+    if isinstance(prompt, Mapping):
+        prompt = _mapped_prompt(prompt)
+    if isinstance(prompt, str):
+        return prompt, _encode_text(prompt, tokenizer)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise RequestRefused(f"A prompt must be text or a list of token ids, not {type(prompt).__name__}.")
+    if not prompt:
+        raise RequestRefused("The prompt is empty; give at least one token.")
+    for token_id in prompt:
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise RequestRefused(f"A prompt's token ids must be integers, not {token_id!r}.")
+        check_token_id(token_id, "The prompt", vocab_size)
+    return None, tuple(prompt)
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """RequestRefused if a parameter names a token the model does not have."""
+    for token_id in params.stop_token_ids:
+        check_token_id(token_id, "stop_token_ids", vocab_size)
+    for token_id in params.logit_bias or ():
+        check_token_id(token_id, "logit_bias", vocab_size)
+
+
+def check_token_id(token_id: int, where: str, vocab_size: int) -> None:
+    """RequestRefused if the id is outside the vocabulary."""
+    if not 0 <= token_id < vocab_size:
+        raise RequestRefused(f"{where} has token id {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}.")
+
+
+def _mapped_prompt(prompt: Mapping[str, Any]) -> Prompt:
+    for key in ("prompt_token_ids", "prompt"):
+        if key in prompt:
+            return prompt[key]
+    raise RequestRefused(f"A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not {sorted(prompt)}.")
+
+
+def _encode_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if not text:
+        raise RequestRefused("The prompt is empty; give some text.")
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise RequestRefused(f"The prompt {text[:40]!r} gives no tokens; give some other text.")
+    return tuple(ids)

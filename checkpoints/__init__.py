@@ -1,6 +1,7 @@
 """Checkpoint readers, the registry of named models and tokenizers; knows nothing of the engine."""
 
 from checkpoints._checkpoint import Checkpoint, TensorInfo
+from checkpoints._convert import convert
 from checkpoints._errors import CheckpointError
 from checkpoints._named_models import (
     DEFAULT_MODEL,
@@ -12,6 +13,7 @@ from checkpoints._named_models import (
     named_model_path,
 )
 from checkpoints._open import open_checkpoint
+from checkpoints._progress import progress_bar
 from checkpoints._tokenizer import Tokenizer
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "TensorInfo",
     "Tokenizer",
     "cache_directory",
+    "convert",
     "fetch_named_model",
     "named_model_path",
     "open_checkpoint",
+    "progress_bar",
 ]

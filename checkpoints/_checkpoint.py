@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -50,8 +51,8 @@ class Checkpoint:
     """An open checkpoint: configuration, tensors by Hugging Face name, tokenizer.
 
     `config` and `generation_config` have the keys of Hugging Face's `config.json` and `generation_config.json`
-    whatever the file format.  Nothing is read from a tensor until `read` asks for it.  Use it as a context manager or
-    call `close`.
+    whatever the file format; `directory` is where the files lie when the checkpoint is a directory.  Nothing is read
+    from a tensor until `read` asks for it.  Use it as a context manager or call `close`.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class Checkpoint:
         generation_config: dict[str, Any],
         store: TensorStore,
         load_tokenizer: Callable[[], Tokenizer],
+        directory: Path | None = None,
     ) -> None:
         self.source = source
         self.format: Format = format
         self.config = config
         self.generation_config = generation_config
+        self.directory = directory
         self._store = store
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Tokenizer | None = None

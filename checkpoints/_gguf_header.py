@@ -6,6 +6,7 @@ allocated for it.  The result is plain Python data; tensor bytes are never touch
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import struct
@@ -207,6 +208,6 @@ def _place_tensors(
 def _refuse_overlaps(cursor: _Cursor, tensors: dict[str, GGUFTensor]) -> None:
     """Overlapping tensors would let a small file expand into a model of any size."""
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
             raise cursor.fail(f"tensors {before.name[:80]!r} and {after.name[:80]!r} overlap")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from checkpoints._chat_template import check_messages, render_chat
@@ -38,6 +40,10 @@ class Backend(Protocol):
         """The id of one vocabulary entry."""
         ...
 
+    def serialized(self) -> str | None:
+        """The content of a tokenizer.json, or None when the tokenizer has no such form."""
+        ...
+
 
 class Tokenizer:
     """Text to ids and back, and chat messages to text.
@@ -54,6 +60,7 @@ class Tokenizer:
         eos_ids: Iterable[int],
         add_bos: bool,
         chat_template: str | None,
+        tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
@@ -61,6 +68,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.adds_bos = add_bos and bos_id is not None
         self.chat_template = chat_template
+        self._tool_template = tool_template
         self.special_ids = backend.special_ids
         self._special_tokens = dict(special_tokens or {})
 
@@ -71,7 +79,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with `add_special_tokens`, a model that wants a BOS gets exactly one, at the start."""
-        ids = self._backend.encode(text, add_special_tokens)
+        # When BOS is switched off in the settings, the file's own post-processor may still want to add one.
+        ids = self._backend.encode(text, add_special_tokens and self.adds_bos)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -84,6 +93,15 @@ class Tokenizer:
         """The vocabulary entry of an id, in the tokenizer's own spelling; empty for an id it does not know."""
         return (self._backend.piece(token_id) or "") if 0 <= token_id < 1 << 32 else ""
 
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json; raises `CheckpointError` for a sentencepiece tokenizer."""
+        text = self._backend.serialized()
+        if text is None:
+            raise CheckpointError("this tokenizer cannot be written as tokenizer.json; copy its own files instead.")
+        settings = {**self._special_tokens, "add_bos_token": self.adds_bos, "chat_template": self.chat_template}
+        for name, content in (("tokenizer.json", text), ("tokenizer_config.json", json.dumps(settings, indent=2))):
+            (directory / name).write_text(content + "\n", encoding="utf-8")
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -91,7 +109,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation; raises `CheckpointError` without a template or when it refuses."""
-        if self.chat_template is None:
+        template = self._tool_template if tools and self._tool_template else self.chat_template
+        if template is None:
             raise CheckpointError("this model has no chat template; give a plain prompt instead of messages.")
         check_messages(messages)
         values = {
@@ -101,7 +120,7 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_chat(self.chat_template, values)
+        return render_chat(template, values)
 
     def encode_chat(
         self,

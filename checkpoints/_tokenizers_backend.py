@@ -38,3 +38,7 @@ class TokenizersBackend:
     def find(self, piece: str) -> int | None:
         """The id of one vocabulary entry."""
         return self._tokenizer.token_to_id(piece)
+
+    def serialized(self) -> str | None:
+        """The content of a tokenizer.json."""
+        return self._tokenizer.to_str()

@@ -1,0 +1,373 @@
+"""What the Mosaic TPU kernels share: block sizes, feature layout, page copies and the online softmax of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.pages import QUANTIZED_MAX, KVPages, is_quantized, quantize_rows
+from pallas_kernels.spec import AttentionSpec
+
+LANES = 128
+MASKED = -1e30
+"""Score of a key that a query does not see; finite, so that a row without any visible key stays free of NaN."""
+
+BLOCK_BYTES = 2 << 20
+"""Bytes of one block of pages. Two blocks are in flight or in use at a time; what is in flight must cover the bandwidth
+times the latency of a copy, about 1.6 TB/s (v6e) to 3.7 TB/s (one core of v7x) times 0.6 us, with room to spare."""
+
+BLOCK_TOKENS = {1: 1024, 2: 512, 4: 256}
+"""Most positions of a block by bytes of a feature: beyond these the scores of a block crowd the registers for no gain."""
+
+UNROLLED_HEADS = 8
+"""Most KV heads whose code is laid out one after another."""
+
+MAX_TABLE_ENTRIES = 1 << 17
+"""Page table entries that fit into scalar memory (1 MiB a core) beside everything else: 512 KiB."""
+
+VMEM_LIMIT = 48 << 20
+"""Vector memory a kernel may take; the smallest chip among the targets, v7x, has 64 MiB a core."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def sublanes(dtype: Any) -> int:
+    """Rows of a register tile of this type: 8 for 4 bytes, 16 for 2, 32 for 1."""
+    return 32 // np.dtype(dtype).itemsize
+
+
+def write_rows(dtype: Any, page_size: int) -> int:
+    """Rows that a write of one position reads, changes and writes back: a tile, or the page where it is smaller."""
+    return min(sublanes(dtype), page_size)
+
+
+def pages_per_block(page_size: int, kv_heads: int, width: int, dtype: Any, max_pages: int) -> int:
+    """Pages of one block: as many as BLOCK_BYTES hold, at most BLOCK_TOKENS positions or the table's, in whole lanes.
+
+    Scores have positions on lanes, so that a block holds a multiple of 128 positions.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    token_bytes = kv_heads * round_up(width, LANES) * itemsize
+    tokens = min(BLOCK_TOKENS[itemsize], BLOCK_BYTES // token_bytes, round_up(max_pages * page_size, LANES))
+    unit = np.lcm(page_size, LANES)
+    return int(max(tokens // unit, 1) * unit) // page_size
+
+
+@dataclass(frozen=True)
+class Features:
+    """Which lanes of a page row serve as keys and which as values.
+
+    Keys of a multiple of 128 features, and values too, are sliced on lane tiles. Otherwise slicing would shift lanes in
+    every row of the cache; instead queries are padded with zeros to the whole row, so that the row serves as key as it
+    is, and the sum runs over the whole row, of which the values' lanes are kept at the end.
+    """
+
+    k_dim: int
+    v_dim: int
+
+    @property
+    def sliced(self) -> bool:
+        """Whether keys and values each fill whole lane tiles."""
+        return self.k_dim % LANES == 0 and self.v_dim % LANES == 0
+
+    @property
+    def width(self) -> int:
+        """Features of a page row."""
+        return self.k_dim + self.v_dim
+
+    @property
+    def key_width(self) -> int:
+        """Features of the row that scores are taken over."""
+        return self.k_dim if self.sliced else self.width
+
+    @property
+    def sum_start(self) -> int:
+        """First feature of the row that is summed up."""
+        return self.k_dim if self.sliced else 0
+
+    @property
+    def sum_width(self) -> int:
+        """Features of the row that are summed up."""
+        return self.v_dim if self.sliced else self.width
+
+    @property
+    def kept(self) -> slice:
+        """Of the summed features, those of the values."""
+        return slice(None) if self.sliced else slice(self.k_dim, self.width)
+
+
+def features_of(spec: AttentionSpec, width: int) -> Features:
+    """The feature layout of rows of this width."""
+    v_dim = spec.value_width(width)
+    return Features(width - v_dim, v_dim)
+
+
+def compute_dtype(q_dtype: Any, page_dtype: Any) -> Any:
+    """Type of the matrix products' operands: that of the queries, float32 if the pages are float32. Sums are float32."""
+    return jnp.dtype(q_dtype) if is_quantized(page_dtype) else jnp.promote_types(q_dtype, page_dtype)
+
+
+def page_reasons(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec) -> str | None:
+    """Why the TPU attention kernels cannot take these shapes, in a sentence; None when they can."""
+    dtype = np.dtype(pages.data.dtype).name
+    if dtype not in ("bfloat16", "float32", *QUANTIZED_MAX):
+        return f"The TPU kernels take bfloat16, float32, int8 and float8_e4m3fn pages, but these are {dtype}."
+    if np.dtype(q.dtype).name not in ("bfloat16", "float32"):
+        return f"The TPU kernels take bfloat16 and float32 queries, but these are {np.dtype(q.dtype).name}."
+    if pages.page_size % 16:
+        return f"The TPU kernels copy whole tiles of 16 positions, but page_size is {pages.page_size}."
+    if page_table.size > MAX_TABLE_ENTRIES:
+        return (
+            f"The page table has {page_table.size} entries, but the scalar memory of a TPU core holds "
+            f"{MAX_TABLE_ENTRIES}: use larger pages, fewer sequences or a shorter context."
+        )
+    needed = vmem_bytes(q, pages, page_table, spec)
+    if needed > VMEM_LIMIT:
+        return f"Two blocks of pages and the sums need {needed >> 20} MiB of vector memory, the limit is {VMEM_LIMIT >> 20}."
+    return None
+
+
+def vmem_bytes(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec) -> int:
+    """Bytes of vector memory that the two blocks of pages take, scales included."""
+    del q, spec
+    count = pages_per_block(pages.page_size, pages.kv_heads, pages.width, pages.data.dtype, page_table.shape[1])
+    rows = count * pages.kv_heads * round_up(pages.page_size, sublanes(pages.data.dtype))
+    data = rows * round_up(pages.width, LANES) * np.dtype(pages.data.dtype).itemsize
+    scales = 0
+    if pages.scales is not None:
+        scales = count * 2 * round_up(pages.kv_heads, 8) * round_up(pages.page_size, LANES) * 4
+    return 2 * (data + scales)
+
+
+def page_bytes(pages: KVPages) -> int:
+    """Bytes that copying one page moves, with the lanes that a row or a scale row is padded to."""
+    data = pages.kv_heads * pages.page_size * round_up(pages.width, LANES) * np.dtype(pages.data.dtype).itemsize
+    if pages.scales is None:
+        return data
+    return data + 2 * round_up(pages.kv_heads, 8) * round_up(pages.page_size, LANES) * 4
+
+
+def join_rows(k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array | None]:
+    """New keys and values [T, Hkv, .] as page rows [T, Hkv, width] in the pages' type, with scales f32[T, 2, Hkv]."""
+    if pages.scales is None:
+        return jnp.concatenate([k, v], axis=-1).astype(pages.data.dtype), None
+    (keys, key_scales), (values, value_scales) = (quantize_rows(x, pages.data.dtype) for x in (k, v))
+    return jnp.concatenate([keys, values], axis=-1), jnp.stack([key_scales, value_scales], axis=1)
+
+
+@dataclass(frozen=True)
+class PageBlocks:
+    """Double-buffered copies of blocks of pages from the pool to vector memory, inside a kernel.
+
+    pool, scales: the pool in HBM. buffer: [2, pages, Hkv, page_size, width]; scale_buffer: [2, pages, 2, Hkv, page_size].
+    spread: [2, Hkv, tokens], the scales of the block in use. semaphores: one for each buffer. table: the flat page table in scalar memory, `columns` entries a row.
+    """
+
+    pool: Any
+    scales: Any
+    buffer: Any
+    scale_buffer: Any
+    spread: Any
+    semaphores: Any
+    table: Any
+    columns: int
+
+    @property
+    def pages(self) -> int:
+        """Pages of a block."""
+        return self.buffer.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.buffer.shape[3]
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a block."""
+        return self.pages * self.page_size
+
+    def page_id(self, row: Any, column: Any) -> Any:
+        """The page that holds column `column` of a sequence."""
+        return self.table[row * self.columns + column]
+
+    def _each_copy(self, row: Any, first: Any, end: Any, slot: Any, act: Callable[[Any], None]) -> None:
+        """`act` on the copies of the pages of columns first .. min(first + pages, end) into buffer `slot`."""
+
+        def one(index: Any, carry: None) -> None:
+            page = self.page_id(row, first + index)
+            semaphore = self.semaphores.at[slot]
+            act(pltpu.make_async_copy(self.pool.at[page], self.buffer.at[slot, index], semaphore))
+            if self.scales is not None:
+                act(pltpu.make_async_copy(self.scales.at[page], self.scale_buffer.at[slot, index], semaphore))
+            return carry
+
+        lax.fori_loop(0, jnp.minimum(end - first, self.pages), one, None)
+
+    def start(self, row: Any, first: Any, end: Any, slot: Any) -> None:
+        """Start copying columns first .. min(first + pages, end) of a sequence into buffer `slot`."""
+        self._each_copy(row, first, end, slot, lambda copy: copy.start())
+
+    def wait(self, row: Any, first: Any, end: Any, slot: Any) -> None:
+        """Wait for the copies that `start` began with the same arguments."""
+        self._each_copy(row, first, end, slot, lambda copy: copy.wait())
+
+    def clear_invisible(self, slot: Any, base: Any, begin: Any, end: Any) -> None:
+        """Put zeros where positions lie outside begin .. end, in a block that starts at position `base`.
+
+        What lies there may be NaN, and a weight of zero times NaN would spoil the sum. Only blocks at the edge of what
+        is visible have such positions; the others are left alone.
+        """
+        heads = self.buffer.shape[2]
+
+        @pl.when((base < begin) | (base + self.tokens > end))
+        def _edge() -> None:
+            def clear_page(index: Any, carry: None) -> None:
+                start = base + index * self.page_size
+
+                @pl.when((start < begin) | (start + self.page_size > end))
+                def _partial() -> None:
+                    def clear_head(head: Any, carry: None) -> None:
+                        rows = self.buffer[slot, index, head].astype(jnp.float32)
+                        position = start + lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+                        rows = jnp.where((position >= begin) & (position < end), rows, 0)
+                        self.buffer[slot, index, head] = rows.astype(self.buffer.dtype)
+                        return carry
+
+                    lax.fori_loop(0, heads, clear_head, None)
+
+                return carry
+
+            lax.fori_loop(0, self.pages, clear_page, None)
+
+    def rows(self, slot: Any, head: Any, dtype: Any) -> jax.Array:
+        """The page rows [tokens, width] of one head, in `dtype`."""
+        pages = self.buffer[slot, :, head]
+        if pages.dtype != dtype:
+            pages = pages.astype(jnp.float32).astype(dtype)
+        return pages.reshape(self.tokens, pages.shape[-1])
+
+    def spread_scales(self, slot: Any) -> None:
+        """Lay the scales of the block's pages side by side, in `spread`; nothing for pages without scales."""
+        if self.scales is not None:
+            for which in range(2):
+                pieces = [self.scale_buffer[slot, page, which] for page in range(self.pages)]
+                self.spread[which] = jnp.concatenate(pieces, axis=-1)
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Running softmax sums of the query rows of every head, in float32, inside a kernel.
+
+    highest, total: [Hkv, rows, 128], the same in every lane. sums: [Hkv, rows, sum_width].
+    """
+
+    highest: Any
+    total: Any
+    sums: Any
+
+    def reset(self, sinks: Any) -> None:
+        """Start anew; `sinks` f32[Hkv, rows, 128] enters the denominator as a score of its own, None for no sinks."""
+        if sinks is None:
+            self.highest[...] = jnp.full_like(self.highest, MASKED)
+            self.total[...] = jnp.zeros_like(self.total)
+        else:
+            self.highest[...] = sinks[...]
+            self.total[...] = jnp.ones_like(self.total)
+        self.sums[...] = jnp.zeros_like(self.sums)
+
+    def add(self, head: Any, scores: jax.Array, visible: jax.Array, values: jax.Array, value_scales: Any) -> None:
+        """Add a block: scores f32[rows, tokens], visible bool of that shape, values [tokens, sum_width]."""
+        scores = jnp.where(visible, scores, MASKED)
+        before = self.highest[head][:, :1]
+        highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(scores - highest), 0)
+        shrink = jnp.exp(before - highest)
+        total = self.total[head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        if value_scales is not None:
+            weights = jnp.where(visible, weights * value_scales, 0)
+        self.highest[head] = jnp.broadcast_to(highest, self.highest.shape[1:])
+        self.total[head] = jnp.broadcast_to(total, self.total.shape[1:])
+        self.sums[head] = self.sums[head] * shrink + product(weights.astype(values.dtype), values, 0)
+
+    def result(self, head: Any) -> jax.Array:
+        """sums / total f32[rows, sum_width]; 0 for a row that saw no key."""
+        total = self.total[head][:, :1]
+        return self.sums[head] / jnp.where(total == 0, 1, total)
+
+
+def product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
+    """Matrix product over left's axis 1 and right's `right_axis`, with float32 sums, exact products for float32."""
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((1,), (right_axis,)), ((), ()))
+    return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def attend_block(
+    blocks: PageBlocks,
+    softmax: OnlineSoftmax,
+    queries: Any,
+    slot: Any,
+    visible: jax.Array,
+    spec: AttentionSpec,
+    features: Features,
+) -> None:
+    """Add the block in buffer `slot` to the sums of every head.
+
+    queries: a reference [Hkv, rows, key_width]. visible: bool[rows, tokens], which keys each query row sees.
+    """
+    blocks.spread_scales(slot)
+    start, stop = features.sum_start, features.sum_start + features.sum_width
+    dtype = compute_dtype(queries.dtype, blocks.buffer.dtype)
+
+    def one_head(head: Any) -> None:
+        rows = blocks.rows(slot, head, dtype)
+        scores = product(queries[head].astype(dtype), rows[:, : features.key_width], 1) * spec.scale
+        if blocks.scales is not None:
+            scores = scores * blocks.spread[0, pl.ds(head, 1), :]
+        if spec.softcap is not None:
+            scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+        value_scales = None if blocks.scales is None else blocks.spread[1, pl.ds(head, 1), :]
+        softmax.add(head, scores, visible, rows[:, start:stop], value_scales)
+
+    for_each_head(blocks.buffer.shape[2], one_head)
+
+
+def for_each_head(heads: int, act: Callable[[Any], None]) -> None:
+    """`act` on every head; several heads a turn, so that one head's products overlap another's softmax."""
+    together = max(count for count in range(1, UNROLLED_HEADS + 1) if heads % count == 0)
+
+    def turn(index: Any, carry: None) -> None:
+        for offset in range(together):
+            act(index * together + offset)
+        return carry
+
+    if together == heads:
+        turn(0, None)
+    else:
+        lax.fori_loop(0, heads // together, turn, None)
+
+
+def array_bytes(array: Any) -> int:
+    """Bytes of an array."""
+    return int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
+
+
+def write_bytes(pages: KVPages) -> int:
+    """Bytes that writing one position moves to the pool: its tile of rows, and the page's scales."""
+    dtype = np.dtype(pages.data.dtype)
+    moved = pages.kv_heads * write_rows(dtype, pages.page_size) * round_up(pages.width, LANES) * dtype.itemsize
+    if pages.scales is not None:
+        moved += 2 * round_up(pages.kv_heads, 8) * round_up(pages.page_size, LANES) * 4
+    return moved

@@ -108,14 +108,14 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         output_kind: OutputKind = OutputKind.CUMULATIVE,
-    ) -> Iterator[RequestOutput]:
+    ) -> OutputStream:
         """Complete one prompt and yield an output whenever there is a new token.
 
         Outputs are cumulative: text and token_ids hold everything so far. With OutputKind.DELTA they hold only what is
         new. The last output has finished=True. The request is checked and queued at the call, before the first output
         is asked for; closing the iterator early cancels it.
         """
-        return _Stream(self, self._add(prompt, params, output_kind))
+        return OutputStream(self, self._add(prompt, params, output_kind))
 
     def _add(self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind) -> str:
         request_id = str(next(self._numbers))
@@ -138,7 +138,7 @@ class LLM:
         self._inbox.pop(request_id, None)
 
 
-class _Stream(Iterator[RequestOutput]):
+class OutputStream(Iterator[RequestOutput]):
     """A running request's outputs. Unlike a generator, it also cancels when it was never started."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:

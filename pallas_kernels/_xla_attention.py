@@ -1,0 +1,104 @@
+"""What the XLA lowerings of decode and prefill share: online softmax over blocks of gathered pages.
+
+The loop over a sequence's pages has a bound known only at run time, so one compiled program serves every context
+length and reads no more than the longest sequence needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.pages import KVPages
+from pallas_kernels.spec import AttentionSpec
+
+BLOCK_POSITIONS = 128
+"""Positions gathered at a time: enough to amortize the loop, few enough to stay in a core's cache."""
+MASKED = -1e30
+"""Score of an invisible position: finite, so that a row that sees nothing yields no NaN."""
+
+
+class Partial(NamedTuple):
+    """Running softmax of [..., queries]: largest score, sum of exponentials, weighted sum of page rows."""
+
+    largest: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+
+def block_pages(pages: KVPages) -> int:
+    """Pages in one block."""
+    return max(1, BLOCK_POSITIONS // pages.page_size)
+
+
+def pad_table(page_table: jax.Array, pages_per_block: int) -> jax.Array:
+    """The table with its columns padded (page 0) to whole blocks."""
+    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_block)))
+
+
+def gather_block(pages: KVPages, page_ids: jax.Array, visible: jax.Array, v_dim: int) -> jax.Array:
+    """f32[B, kv_heads, positions, width] of pages i32[B, n], zero where visible bool[B, positions] is False.
+
+    Zero, not merely unweighted: a page's unused rows may hold NaN, and 0 * NaN is NaN.
+    """
+    batch = page_ids.shape[0]
+    head_ids = jnp.arange(pages.kv_heads)
+    flat_ids = (page_ids[:, None, :] * pages.kv_heads + head_ids[None, :, None]).reshape(-1)
+    # One row per page and head: XLA's CPU gather is quick only when it copies long rows of a matrix.
+    flat = pages.data.reshape(pages.num_pages * pages.kv_heads, pages.page_size * pages.width)
+    rows = flat.at[flat_ids].get(mode="promise_in_bounds")
+    rows = rows.reshape(batch, pages.kv_heads, -1, pages.width).astype(jnp.float32)
+    if pages.scales is not None:
+        scales = pages.scales[page_ids]  # [B, n, 2, kv_heads, page_size]
+        scales = scales.transpose(0, 3, 1, 4, 2).reshape(batch, pages.kv_heads, -1, 2)
+        rows = rows * jnp.repeat(scales, jnp.array([pages.width - v_dim, v_dim]), -1, total_repeat_length=pages.width)
+    return jnp.where(visible[:, None, :, None], rows, 0)
+
+
+def pad_queries(q: jax.Array, width: int, scale: float) -> jax.Array:
+    """q [..., k_dim] scaled, in float32, zero-padded to a page row's width: a dot with the row is then q.k."""
+    q = q.astype(jnp.float32) * scale
+    return jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, width - q.shape[-1])])
+
+
+def empty_partial(shape: tuple[int, ...], width: int, sinks: jax.Array | None) -> Partial:
+    """The start: nothing seen, or only the sinks (broadcastable to `shape`)."""
+    weighted = jnp.zeros((*shape, width), jnp.float32)
+    if sinks is None:
+        return Partial(jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), weighted)
+    # exp(sink - largest) is 1 while the sink itself is the largest.
+    return Partial(jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32), weighted)
+
+
+def add_block(partial: Partial, q: jax.Array, rows: jax.Array, visible: jax.Array, softcap: float | None) -> Partial:
+    """Fold one block in.
+
+    q: f32[B, kv_heads, queries, width] (see pad_queries). rows: f32[B, kv_heads, positions, width].
+    visible: bool, broadcastable to [B, kv_heads, queries, positions].
+    """
+    scores = jnp.einsum("bhqd,bhtd->bhqt", q, rows)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible, scores, MASKED)
+    largest = jnp.maximum(partial.largest, scores.max(-1))
+    decay = jnp.exp(partial.largest - largest)
+    # While a row has seen nothing, largest is MASKED and exp(0) would count the invisible; the mask keeps them at 0.
+    weights = jnp.where(visible, jnp.exp(scores - largest[..., None]), 0)
+    return Partial(
+        largest,
+        partial.total * decay + weights.sum(-1),
+        partial.weighted * decay[..., None] + jnp.einsum("bhqt,bhtd->bhqd", weights, rows),
+    )
+
+
+def finish(partial: Partial, v_dim: int) -> jax.Array:
+    """The attention output f32[..., v_dim]; 0 for a row that saw nothing."""
+    total = partial.total[..., None]
+    return jnp.where(total > 0, partial.weighted[..., -v_dim:] / jnp.where(total > 0, total, 1), 0)
+
+
+def visible_from(lengths: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The first position that the query at position lengths - 1 sees (negative when a window is not full yet)."""
+    return jnp.zeros_like(lengths) if spec.window is None else lengths - spec.window

@@ -1,0 +1,28 @@
+"""Writing keys and values as one XLA scatter, on any device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.pages import KVPages, is_quantized, quantize_rows
+
+
+def kv_write(k: jax.Array, v: jax.Array, pages: KVPages, page_ids: jax.Array, offsets: jax.Array) -> KVPages:
+    """See `pallas_kernels.kv_write.kv_write`."""
+    # A scatter of one row becomes an update slice, whose pool XLA copies before a loop that reads it; the extra row,
+    # which goes to the padding page, keeps it a scatter.
+    page_ids, offsets = jnp.append(page_ids, 0), jnp.append(offsets, 0)
+    scales = pages.scales
+    if is_quantized(pages.data.dtype):
+        assert scales is not None, "quantized pages always carry scales"
+        k, k_scales = quantize_rows(k, pages.data.dtype)
+        v, v_scales = quantize_rows(v, pages.data.dtype)
+        row_scales = _with_padding_row(jnp.stack([k_scales, v_scales], axis=1))
+        scales = scales.at[page_ids, :, :, offsets].set(row_scales, mode="drop")
+    rows = _with_padding_row(jnp.concatenate([k, v], axis=-1).astype(pages.data.dtype))
+    return KVPages(pages.data.at[page_ids, :, offsets].set(rows, mode="drop"), scales)
+
+
+def _with_padding_row(rows: jax.Array) -> jax.Array:
+    return jnp.pad(rows, [(0, 1)] + [(0, 0)] * (rows.ndim - 1))

@@ -1,0 +1,118 @@
+"""Ragged paged prefill in plain XLA, on any device.
+
+Each row's queries are cut into blocks; one loop walks the blocks of all rows, another the pages that a block can see,
+both with bounds known only at run time: no padding of short rows to the longest, no score beyond the causal border.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _xla_attention as attention
+from pallas_kernels.kv_write import xla as kv_write_xla
+from pallas_kernels.pages import KVPages
+from pallas_kernels.spec import AttentionSpec
+
+QUERY_BLOCK = 128
+
+
+def paged_prefill(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    pages: KVPages,
+    page_table: jax.Array,
+    query_starts: jax.Array,
+    lengths: jax.Array,
+    spec: AttentionSpec,
+    *,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """See `pallas_kernels.paged_prefill.paged_prefill`."""
+    tokens = q.shape[0]
+    if k is not None and v is not None:
+        rows, positions = token_positions(tokens, query_starts, lengths)
+        page_ids = page_table[rows, jnp.minimum(positions // pages.page_size, page_table.shape[1] - 1)]
+        page_ids = jnp.where(jnp.arange(tokens) < query_starts[-1], page_ids, 0)
+        pages = kv_write_xla.kv_write(k, v, pages, page_ids, positions % pages.page_size)
+    return _attend(q, pages, page_table, query_starts, lengths, spec, sinks), pages
+
+
+def token_positions(tokens: int, query_starts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The row i32[T] and the position i32[T] of every flat token; what they are for padding tokens means nothing."""
+    index = jnp.arange(tokens)
+    rows = jnp.searchsorted(query_starts[1:], index, side="right", method="compare_all")
+    rows = jnp.minimum(rows, lengths.shape[0] - 1)
+    return rows, lengths[rows] - query_starts[rows + 1] + index
+
+
+def _attend(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    query_starts: jax.Array,
+    lengths: jax.Array,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    tokens, heads, _ = q.shape
+    v_dim = spec.value_width(pages.width)
+    query_block = min(QUERY_BLOCK, tokens)
+    counts = jnp.diff(query_starts)
+    block_ends = jnp.cumsum(-(-counts // query_block))
+    queries = attention.pad_queries(q, pages.width, spec.scale)
+    # A row's last block may reach past the last token; the padding keeps the slice from sliding back.
+    queries = jnp.pad(queries, ((0, query_block), (0, 0), (0, 0)))
+    table = attention.pad_table(page_table, attention.block_pages(pages))
+
+    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(block_ends, index, side="right", method="compare_all")
+        inside = (index - block_ends[row]) * query_block + -(-counts[row] // query_block) * query_block
+        first_token = query_starts[row] + inside
+        first_position = lengths[row] - counts[row] + inside
+        block_queries = jax.lax.dynamic_slice(queries, (first_token, 0, 0), (query_block, *queries.shape[1:]))
+        result = _attend_block(block_queries, pages, table[row], first_position, lengths[row], spec, sinks)
+        # What a short last block writes past its row is overwritten by the next row's blocks, or is padding.
+        return jax.lax.dynamic_update_slice(out, result[..., -v_dim:], (first_token, 0, 0))
+
+    out = jnp.zeros((tokens + query_block, heads, v_dim), jnp.float32)
+    out = jax.lax.fori_loop(0, block_ends[-1], body, out)[:tokens]
+    return jnp.where((jnp.arange(tokens) < query_starts[-1])[:, None, None], out, 0).astype(q.dtype)
+
+
+def _attend_block(
+    queries: jax.Array,
+    pages: KVPages,
+    table_row: jax.Array,
+    first_position: jax.Array,
+    length: jax.Array,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention f32[query_block, heads, v_dim] of consecutive queries of one row; those past `length` mean nothing."""
+    count, heads, width = queries.shape
+    v_dim = spec.value_width(width)
+    group = heads // pages.kv_heads
+    by_head = queries.reshape(count, pages.kv_heads, group, width).transpose(1, 2, 0, 3)
+    by_head = by_head.reshape(1, pages.kv_heads, group * count, width)
+    query_positions = first_position + jnp.arange(count)
+    per_block = attention.block_pages(pages)
+    block = per_block * pages.page_size
+    begins = attention.visible_from(query_positions + 1, spec)
+
+    def body(index: jax.Array, partial: attention.Partial) -> attention.Partial:
+        page_ids = jax.lax.dynamic_slice(table_row, (index * per_block,), (per_block,))[None]
+        positions = index * block + jnp.arange(block)
+        seen_by_any = (positions < length) & (positions >= begins[0])
+        rows = attention.gather_block(pages, page_ids, seen_by_any[None], v_dim)
+        visible = (positions[None] <= query_positions[:, None]) & (positions[None] >= begins[:, None])
+        visible = visible & seen_by_any[None]
+        return attention.add_block(partial, by_head, rows, jnp.tile(visible, (group, 1))[None, None], spec.softcap)
+
+    first = jnp.maximum(begins[0], 0) // block
+    last = -(-jnp.minimum(first_position + count, length) // block)
+    head_sinks = None if sinks is None else jnp.repeat(sinks.reshape(1, pages.kv_heads, group), count, axis=-1)
+    start = attention.empty_partial((1, pages.kv_heads, group * count), width, head_sinks)
+    out = attention.finish(jax.lax.fori_loop(first, last, body, start), v_dim)
+    return out.reshape(heads, count, v_dim).transpose(1, 0, 2)

@@ -1,0 +1,133 @@
+"""The LLM class: prompt forms, batches, chat and streams."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeRunner, FakeTokenizer
+
+from jaxinfer.core.sampling_params import SamplingParams
+from jaxinfer.engine import Engine, OutputKind, RequestRefused
+from jaxinfer.llm import LLM
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def llm():
+    return LLM.from_engine(Engine(FakeRunner(), FakeTokenizer()))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "texts"),
+    [
+        ("abc", ["abc"]),
+        (["abc", "ab"], ["abc", "ab"]),
+        ([3, 4, 5], [None]),
+        ([[3, 4, 5], [3, 4]], [None, None]),
+        ({"prompt_token_ids": [3, 4, 5]}, [None]),
+        ([{"prompt_token_ids": [3, 4, 5]}, {"prompt": "ab"}], [None, "ab"]),
+    ],
+)
+def test_every_prompt_form(llm, prompts, texts):
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == texts
+    assert [output.prompt_token_ids for output in outputs] == [(3, 4, 5), (3, 4)][: len(texts)]
+    assert all(output.finished and len(output.outputs[0].token_ids) == 8 for output in outputs)
+
+
+def test_no_prompts_give_no_outputs(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_results_come_in_the_order_of_the_prompts_with_their_own_params(llm):
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (9, 1, 5)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.prompt for output in outputs] == ["a", "b", "c"]
+
+
+def test_number_of_params_must_match(llm):
+    with pytest.raises(ValueError, match="There are 2 prompts but 1 sampling parameters"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+@pytest.mark.parametrize("prompts", [["abc", ""], ["abc", [99]], [[3], []]])
+def test_one_bad_prompt_refuses_the_batch_and_leaves_nothing_behind(llm, prompts):
+    with pytest.raises(RequestRefused):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_unfinished
+    assert llm.generate("abc", GREEDY)[0].finished
+
+
+def test_prompts_of_another_type_are_refused(llm):
+    with pytest.raises(RequestRefused, match="not int"):
+        llm.generate(7, GREEDY)
+
+
+def test_chat_with_one_and_with_many_conversations(llm):
+    one = [{"role": "user", "content": "abc"}]
+    outputs = llm.chat(one, GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [(2, 3, 4, 5)]
+    many = llm.chat([one, one], GREEDY)
+    assert [output.outputs for output in many] == [outputs[0].outputs] * 2
+    with pytest.raises(RequestRefused, match="The conversation is empty"):
+        llm.chat([], GREEDY)
+
+
+def test_stream_is_cumulative(llm):
+    outputs = list(llm.stream("abc", GREEDY))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 9))
+    assert [output.finished for output in outputs] == [False] * 7 + [True]
+    assert outputs[-1].outputs == llm.generate("abc", GREEDY)[0].outputs
+
+
+def test_stream_of_deltas_adds_up(llm):
+    outputs = list(llm.stream("abc", GREEDY, OutputKind.DELTA))
+    whole = llm.generate("abc", GREEDY)[0].outputs[0]
+    assert "".join(output.outputs[0].text for output in outputs) == whole.text
+    assert sum((output.outputs[0].token_ids for output in outputs), ()) == whole.token_ids
+
+
+def test_stream_refuses_at_the_call(llm):
+    with pytest.raises(RequestRefused):
+        llm.stream("", GREEDY)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_a_stream_cancels_its_request(llm, taken):
+    stream = llm.stream("abc", GREEDY)
+    for _ in range(taken):
+        next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished
+    assert llm.engine.scheduler.pool.free_pages == 32
+    assert list(stream) == []
+
+
+def test_leaving_a_stream_unfinished_cancels_its_request(llm):
+    for _ in llm.stream("abc", GREEDY):
+        break
+    assert not llm.engine.has_unfinished
+
+
+def test_streams_and_batches_overlap(llm):
+    expected = [list(llm.stream(prompt, GREEDY))[-1].outputs for prompt in ("abc", "cba")]
+    first, second = llm.stream("abc", GREEDY), llm.stream("cba", GREEDY)
+    next(first)
+    assert llm.generate("abc", GREEDY)[0].outputs == expected[0]
+    assert list(second)[-1].outputs == expected[1]
+    assert list(first)[-1].outputs == expected[0]
+
+
+def test_interrupted_generate_cancels_its_requests():
+    def interrupt(work):
+        if len(runner.history) == 3:
+            raise KeyboardInterrupt
+
+    runner = FakeRunner(hook=interrupt)
+    llm = LLM.from_engine(Engine(runner, FakeTokenizer()))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "b"] * 4, GREEDY)
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.pool.free_pages == 32
+    assert llm.generate("abc", GREEDY)[0].outputs[0].finish_reason == "length"

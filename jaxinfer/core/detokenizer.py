@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
         self._window = self._prompt_tail(prompt_ids)
         self._delivered = len(self._decode())  # characters of the window's text that are out
         self._clean = len(self._window)  # tokens of the window whose text is whole and out
-        self._tokens_held = 0  # tokens since text last came out
+        self._tokens_held = 0  # tokens since text last came out or was whole
 
     def push(self, token_id: int) -> str:
         """The text that is certain with one more token; bytes of an unfinished character wait for the rest."""
@@ -49,10 +49,13 @@ class IncrementalDetokenizer:
         text = self._decode()
         whole = not text.endswith(_REPLACEMENT)
         delta = self._deliver(text, self._certain_length(text))
-        if len(self._window) > _WINDOW_LIMIT:
-            self._shorten_window(whole)
+        if len(self._window) > _WINDOW_LIMIT and whole:
+            self._shorten_window(self._clean)
+        elif len(self._window) > 2 * _WINDOW_LIMIT:
+            self._shorten_window(len(self._window) - _CHARACTER_BYTES)
         if whole:
             self._clean = len(self._window)
+            self._tokens_held = 0
         return delta
 
     def finish(self) -> str:
@@ -86,9 +89,8 @@ class IncrementalDetokenizer:
         self._tokens_held = 0
         return delta
 
-    def _shorten_window(self, whole: bool) -> None:
-        """Keep the tokens since the last whole text; without such a border, the bytes that may be unfinished."""
-        keep_from = self._clean if whole and self._clean else len(self._window) - _CHARACTER_BYTES
+    def _shorten_window(self, keep_from: int) -> None:
+        """Drop the first tokens: up to the last whole text or, if that is long ago, up to what may be unfinished."""
         held = len(self._decode()) - self._delivered
         self._window = self._window[keep_from:]
         self._delivered = max(0, len(self._decode()) - held)

@@ -250,7 +250,9 @@ def test_logprobs_hold_the_sampled_token_its_rank_and_the_best():
             assert entry.decoded_token == FakeTokenizer().decode([token], False)
         ranks.append(entries[sampled].rank)
     assert max(ranks) > 3  # the sampled token is reported also when it is not among the best
-    sampled_values = [entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs)]
+    sampled_values = [
+        entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
     assert completion.cumulative_logprob == pytest.approx(sum(sampled_values))
 
 
@@ -259,7 +261,9 @@ def test_logprobs_zero_reports_only_the_sampled_token_and_none_reports_nothing()
     engine.add_request("zero", "abc", SamplingParams(logprobs=0))
     engine.add_request("none", "abc", SamplingParams())
     ends = {output.request_id: output.outputs[0] for output in finish(engine) if output.finished}
-    assert all(list(entries) == [token] for token, entries in zip(ends["zero"].token_ids, ends["zero"].logprobs))
+    assert all(
+        list(entries) == [token] for token, entries in zip(ends["zero"].token_ids, ends["zero"].logprobs, strict=True)
+    )
     assert ends["none"].logprobs is None
     assert ends["none"].cumulative_logprob is None
 

@@ -69,7 +69,13 @@ class Operands:
 
     def converted_bytes(self, tile: int) -> int:
         """Bytes of the converted copy of one tile, 0 where none is needed."""
-        return tile * (self.k_dim + self.v_dim) * 2 * self.page_terms if self.converts else 0
+        features = self.k_dim if self.shares_terms else self.k_dim + self.v_dim
+        return tile * features * 2 * self.page_terms if self.converts else 0
+
+    @property
+    def shares_terms(self) -> bool:
+        """Whether converted values take the place of converted keys, once the scores are done."""
+        return self.k_dim == self.v_dim
 
 
 def operands_of(q_dtype: Any, pages: KVPages, spec: AttentionSpec) -> Operands:
@@ -133,7 +139,8 @@ def operand_memory(shape: tuple[int, ...], dtype: Any, tile: int) -> Any:
 def tile_memory(operands: Operands, tile: int, stages: int) -> dict[str, Any]:
     """Shared memory of a ring of `stages` tiles of keys and values: 'k', 'v', and 'scales' for quantized pages.
 
-    Where the pages' type is no matrix operand, the ring is plain and 'k_terms', 'v_terms' hold one converted tile.
+    Where the pages' type is no matrix operand, the ring is plain and 'k_terms' and 'v_terms' hold one converted
+    tile; without 'v_terms' the values take the place of the keys.
     """
     k_shape, v_shape = (stages, tile, operands.k_dim), (stages, tile, operands.v_dim)
     if not operands.converts:
@@ -145,8 +152,9 @@ def tile_memory(operands: Operands, tile: int, stages: int) -> dict[str, Any]:
         "k": plgpu.SMEM(k_shape, operands.page_dtype),
         "v": plgpu.SMEM(v_shape, operands.page_dtype),
         "k_terms": operand_memory((operands.page_terms, tile, operands.k_dim), operands.dtype, tile),
-        "v_terms": operand_memory((operands.page_terms, tile, operands.v_dim), operands.dtype, tile),
     }
+    if not operands.shares_terms:
+        memory["v_terms"] = operand_memory((operands.page_terms, tile, operands.v_dim), operands.dtype, tile)
     if operands.quantized:
         memory["scales"] = plgpu.SMEM((stages, 2, tile), jnp.float32)
     return memory
@@ -230,13 +238,22 @@ def load_as(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def convert_tile(memory: dict[str, Any], slot: jax.Array, operands: Operands) -> None:
-    """Rewrite a tile of keys and values as 16-bit terms; scales stay out, they are applied to scores and weights."""
-    for name in ("k", "v"):
-        raw = load_as(memory[name].at[slot], plgpu.Layout.WGMMA)
-        for term, part in enumerate(split_terms(raw, operands.page_terms, operands.dtype)):
-            memory[f"{name}_terms"][term] = part
+def operand_tiles(memory: dict[str, Any], kind: str, slot: Any, operands: Operands) -> list[Any]:
+    """The tile's keys ('k') or values ('v') as matrix operands, one for each 16-bit term; converts them if need be.
+
+    Scales stay out of it: they are applied to scores and weights, which are fewer.
+    """
+    if not operands.converts:
+        return [memory[kind].at[slot]]
+    target = memory["k_terms" if operands.shares_terms else f"{kind}_terms"]
+    raw = load_as(memory[kind].at[slot], plgpu.Layout.WGMMA)
+    if jnp.dtype(raw.dtype) == jnp.float8_e4m3fn:
+        # The hardware turns float8 into float16 alone; every step is exact.
+        raw = raw.astype(jnp.float16).astype(jnp.float32)
+    for term, part in enumerate(split_terms(raw, operands.page_terms, operands.dtype)):
+        target[term] = part
     plgpu.commit_smem()
+    return [target.at[term] for term in range(operands.page_terms)]
 
 
 def clear_rows(ref: Any, keep: Callable[[jax.Array], jax.Array]) -> None:

@@ -32,6 +32,7 @@ from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 
 ROWS = gpu.WARPGROUP_ROWS
+TILE = 64
 # Two blocks on each multiprocessor hide each other's softmax, so a block may use about half its shared memory.
 BLOCK_BUDGET_BYTES = 110 * 1024
 # A split shorter than this spends more on its own start and merge than it saves.
@@ -57,17 +58,16 @@ class Plan:
 def plan_of(batch: int, group: int, kv_heads: int, max_positions: int, operands: gpu.Operands) -> Plan | None:
     """Sizes for a call, None when no tile fits shared memory.
 
-    The tile is 64 positions, or 32 where that does not fit. Stages fill half a multiprocessor's shared memory, or all
+    The tile is 64 positions. Stages fill half a multiprocessor's shared memory, or all
     of it for tiles so large that two blocks do not fit. Splits fill twice the multiprocessors.
     """
-    for tile in (64, 32):
-        fixed = operands.query_terms * ROWS * operands.k_dim * 2 + operands.converted_bytes(tile) + 2048
-        for budget in (BLOCK_BUDGET_BYTES, gpu.SHARED_MEMORY_BYTES - 2048):
-            stages = min((budget - fixed) // operands.raw_bytes(tile), MAX_STAGES)
-            if stages >= 2 and max(ROWS * operands.v_dim * 4, fixed) < budget:
-                longest = max(1, max_positions // MIN_SPLIT_POSITIONS)
-                wanted = 2 * gpu.MULTIPROCESSORS // (batch * kv_heads)
-                return Plan(tile, stages, max(1, min(wanted, longest)), -(-group // 8) * 8)
+    fixed = operands.query_terms * ROWS * operands.k_dim * 2 + operands.converted_bytes(TILE) + 2048
+    for budget in (BLOCK_BUDGET_BYTES, gpu.SHARED_MEMORY_BYTES - 2048):
+        stages = min((budget - fixed) // operands.raw_bytes(TILE), MAX_STAGES)
+        if stages >= 2:
+            longest = max(1, max_positions // MIN_SPLIT_POSITIONS)
+            wanted = 2 * gpu.MULTIPROCESSORS // (batch * kv_heads)
+            return Plan(TILE, stages, max(1, min(wanted, longest)), -(-group // 8) * 8)
     return None
 
 
@@ -229,11 +229,7 @@ def _kernel(inputs: dict[str, Any], outputs: dict[str, Any], *, plan: Plan, oper
                 positions = offsets + start
                 return (positions < length) & (positions >= first_visible)
 
-            keys, value_tiles = [memory["k"].at[slot]], [memory["v"].at[slot]]
-            if operands.converts:
-                gpu.convert_tile(memory, slot, operands)
-                keys = [memory["k_terms"].at[term] for term in range(operands.page_terms)]
-                value_tiles = [memory["v_terms"].at[term] for term in range(operands.page_terms)]
+            keys = gpu.operand_tiles(memory, "k", slot, operands)
             products = gpu.score_products([query.at[term] for term in range(operands.query_terms)], keys, operands)
             scales = None
             if operands.quantized:
@@ -242,13 +238,15 @@ def _kernel(inputs: dict[str, Any], outputs: dict[str, Any], *, plan: Plan, oper
             scores = gpu.base2_scores(products, spec)
             if masked:
                 scores = jnp.where(seen(gpu.iota(scores.shape, 1)), scores, -jnp.inf)
-                for tile in value_tiles:
-                    gpu.clear_rows(tile, seen)
             weights, highest, total, factor = gpu.softmax_step(scores, highest, total)
             if scales is not None:
                 weights = weights * gpu.along_columns(scales[1], weights.shape)
                 if masked:
                     weights = jnp.where(seen(gpu.iota(weights.shape, 1)), weights, 0.0)
+            value_tiles = gpu.operand_tiles(memory, "v", slot, operands)
+            if masked:
+                for tile in value_tiles:
+                    gpu.clear_rows(tile, seen)
             values = values * gpu.along_rows(factor, values.shape)
             values = gpu.add_weighted_values(values, weights, value_tiles, operands, interpret)
             pl.when(index + plan.stages < tiles)(lambda: fetch(index + plan.stages, slot))

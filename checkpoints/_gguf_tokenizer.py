@@ -22,8 +22,8 @@ _WORDS = (
 # tokenizer.ggml.pre, by the split it names.
 _GPT2 = frozenset({"default", "gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "roberta-bpe", "mpt", "olmo"})
 _DIGITS_THEN_GPT2 = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"})
-_LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"})
+_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
+_LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3"})
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], eos_ids: Iterable[int], source: str) -> Tokenizer:

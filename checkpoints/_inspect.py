@@ -89,7 +89,7 @@ def _facts_table(checkpoint: Checkpoint) -> Table:
 
 def _module_table(modules: list[ModuleSummary]) -> Table:
     table = Table(title="Parameters by module", title_justify="left", show_footer=True)
-    table.add_column("module", "total")
+    table.add_column("module", "total", overflow="fold")
     numbers = (
         ("tensors", sum(m.tensors for m in modules)),
         ("parameters", sum(m.parameters for m in modules)),

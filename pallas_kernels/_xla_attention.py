@@ -18,6 +18,7 @@ BLOCK_POSITIONS = 128
 """Positions gathered at a time: enough to amortize the loop, few enough to stay in a core's cache."""
 MASKED = -1e30
 """Score of an invisible position: finite, so that a row that sees nothing yields no NaN."""
+_EXACT = jax.lax.Precision.HIGHEST  # accelerators would otherwise round float32 operands
 
 
 class Partial(NamedTuple):
@@ -78,7 +79,7 @@ def add_block(partial: Partial, q: jax.Array, rows: jax.Array, visible: jax.Arra
     q: f32[B, kv_heads, queries, width] (see pad_queries). rows: f32[B, kv_heads, positions, width].
     visible: bool, broadcastable to [B, kv_heads, queries, positions].
     """
-    scores = jnp.einsum("bhqd,bhtd->bhqt", q, rows)
+    scores = jnp.einsum("bhqd,bhtd->bhqt", q, rows, precision=_EXACT)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, MASKED)
@@ -89,7 +90,7 @@ def add_block(partial: Partial, q: jax.Array, rows: jax.Array, visible: jax.Arra
     return Partial(
         largest,
         partial.total * decay + weights.sum(-1),
-        partial.weighted * decay[..., None] + jnp.einsum("bhqt,bhtd->bhqd", weights, rows),
+        partial.weighted * decay[..., None] + jnp.einsum("bhqt,bhtd->bhqd", weights, rows, precision=_EXACT),
     )
 
 

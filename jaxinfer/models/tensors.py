@@ -1,0 +1,122 @@
+"""From a checkpoint's named tensors to the decoder's parameters, by rules that are data.
+
+A rule says for one parameter which tensors it is made of and how they are joined. Every tensor is used once or ignored
+by name, every parameter is made; anything else is one error that lists it all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.models.config import DecoderConfig
+
+
+class ModelError(ValueError):
+    """A checkpoint does not describe a model that this engine runs; the message says what and where."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is made.
+
+    parameter: its path, with {layer}.
+    tensors: the tensor names, with {layer}.
+    shapes: the shapes that these tensors must have.
+    join: the tensors (each as read) -> the parameter.
+    when: whether a model with this config has the parameter.
+    """
+
+    parameter: str
+    tensors: tuple[str, ...]
+    shapes: Callable[[DecoderConfig], Shapes]
+    join: Callable[[DecoderConfig, list[np.ndarray]], np.ndarray]
+    when: Callable[[DecoderConfig], bool] = lambda config: True
+
+
+def assemble_params(
+    config: DecoderConfig,
+    rules: tuple[Rule, ...],
+    ignored: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    place: Callable[[np.ndarray], jax.Array],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Parameters of `Decoder(config)`.
+
+    rules, ignored: of the family; `ignored` are regular expressions of tensor names that carry nothing.
+    shapes: every tensor of the checkpoint. read: one tensor, by name. place: host array -> device array.
+    on_progress: called with (parameters done, parameters in all).
+    Raises ModelError listing all missing, unexpected and misshapen tensors.
+    """
+    wanted = list(_expand(config, rules))
+    _check(config, wanted, ignored, shapes)
+    params: dict[str, Any] = {}
+    for index, (path, names, rule) in enumerate(wanted):
+        joined = rule.join(config, [read(name) for name in names])
+        _insert(params, path, place(joined.astype(_numpy_dtype(config.dtype), copy=False)))
+        if on_progress is not None:
+            on_progress(index + 1, len(wanted))
+    return params
+
+
+_Wanted = tuple[str, tuple[str, ...], Rule]
+"""One parameter: its path, its tensors' names, its rule."""
+
+
+def _expand(config: DecoderConfig, rules: tuple[Rule, ...]) -> Iterator[_Wanted]:
+    for rule in rules:
+        if not rule.when(config):
+            continue
+        layers = range(config.num_layers) if "{layer}" in rule.parameter else (0,)
+        for layer in layers:
+            names = tuple(name.format(layer=layer) for name in rule.tensors)
+            yield rule.parameter.format(layer=layer), names, rule
+
+
+def _check(
+    config: DecoderConfig, wanted: list[_Wanted], ignored: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    expected: dict[str, tuple[int, ...]] = {}
+    for _, names, rule in wanted:
+        expected.update(zip(names, rule.shapes(config), strict=True))
+    missing = [name for name in expected if name not in shapes]
+    harmless = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
+    unexpected = [name for name in shapes if name not in expected and not harmless.fullmatch(name)]
+    misshapen = [
+        f"{name} is {list(shapes[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
+    ]
+    problems = [
+        f"{title}: {_enumerate(names)}"
+        for title, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise ModelError(f"The checkpoint's tensors do not fit its config ({'; '.join(problems)}).")
+
+
+def _enumerate(names: list[str], most: int = 8) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _insert(tree: dict[str, Any], path: str, leaf: jax.Array) -> None:
+    *parents, last = path.split("/")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = leaf
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(jax.numpy.dtype(name))

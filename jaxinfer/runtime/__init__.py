@@ -1,0 +1,1 @@
+"""The compiled steps, the state they carry, and the runner that feeds them."""

@@ -1,0 +1,97 @@
+"""What lives on the device between steps, and what each step is given: frozen pytrees of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models import DecoderConfig
+from pallas_kernels import KVPages, empty_pages
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EngineState:
+    """The cache. Donate it to every step: the pages are updated in place.
+
+    kv: per layer, pages [num_pages, kv_heads, page_size, 2 * head_dim] (see KVPages).
+    page_table: i32[slots, max_pages], the page of positions column * page_size .. of each slot; 0 where there is none.
+    lengths: i32[slots], positions cached.
+    """
+
+    kv: tuple[KVPages, ...]
+    page_table: jax.Array
+    lengths: jax.Array
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the state can hold."""
+        return self.page_table.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.kv[0].page_size
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TableUpdates:
+    """Changes of the page table, applied before a step: page_table[slots[i], columns[i]] = pages[i].
+
+    slots, columns, pages: i32[U]; padding has slots[i] = number of slots.
+    """
+
+    slots: jax.Array
+    columns: jax.Array
+    pages: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Consecutive new positions of N sequences, flat.
+
+    token_ids: i32[T]; row i owns query_starts[i] .. query_starts[i + 1], the rest is padding.
+    query_starts: i32[N + 1], rising.
+    slots: i32[N]; padding rows have slots[i] = number of slots.
+    starts: i32[N], positions of each row that are cached already.
+    updates: see TableUpdates.
+    """
+
+    token_ids: jax.Array
+    query_starts: jax.Array
+    slots: jax.Array
+    starts: jax.Array
+    updates: TableUpdates
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new position of B sequences.
+
+    token_ids: i32[B]. slots: i32[B]; padding rows have slots[i] = number of slots. updates: see TableUpdates.
+    """
+
+    token_ids: jax.Array
+    slots: jax.Array
+    updates: TableUpdates
+
+
+def init_state(config: DecoderConfig, *, num_slots: int, num_pages: int, page_size: int, max_context: int) -> EngineState:
+    """An empty cache: `num_pages` pages (page 0 is for padding and never holds a sequence) shared by `num_slots` slots.
+
+    Raises ValueError when a size is below 1.
+    """
+    if num_slots < 1 or max_context < 1:
+        raise ValueError(f"num_slots and max_context must be at least 1, not {num_slots} and {max_context}.")
+    dtype = jnp.dtype(config.dtype)
+    kv = tuple(
+        empty_pages(num_pages, config.num_kv_heads, page_size, 2 * config.head_dim, dtype)
+        for _ in range(config.num_layers)
+    )
+    max_pages = -(-max_context // page_size)
+    return EngineState(kv, jnp.zeros((num_slots, max_pages), jnp.int32), jnp.zeros((num_slots,), jnp.int32))

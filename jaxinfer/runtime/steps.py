@@ -1,0 +1,103 @@
+"""`prefill_step` and `decode_step`: the whole model as two pure functions of parameters, state and batch.
+
+They are not jitted here. Jit them as `jax.jit(prefill_step, static_argnums=0, donate_argnums=2)`, or call them inside a
+program of your own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models import Decoder, DecoderConfig
+from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates
+from pallas_kernels import AttentionSpec, KVPages
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_prefill import paged_prefill
+
+Params = dict[str, Any]
+
+
+def prefill_step(
+    config: DecoderConfig, params: Params, state: EngineState, batch: PrefillBatch
+) -> tuple[jax.Array, EngineState]:
+    """Compute and cache the new positions of every row.
+
+    Returns logits f32[N, vocab] of each row's last position (padding rows: of no meaning), and the new state.
+    """
+    hidden, state = prefill_hidden(config, params, state, batch)
+    return prefill_logits(config, params, hidden, batch), state
+
+
+def prefill_hidden(
+    config: DecoderConfig, params: Params, state: EngineState, batch: PrefillBatch
+) -> tuple[jax.Array, EngineState]:
+    """As `prefill_step`, but returns the final hidden states [T, hidden] of all positions instead of logits."""
+    page_table = _updated_table(state, batch.updates)
+    rows = _rows_of(page_table, batch.slots)
+    counts = jnp.diff(batch.query_starts)
+    lengths = batch.starts + counts
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        spec = attention_spec(config, layer)
+        return paged_prefill(q, k, v, pages, rows, batch.query_starts, lengths, spec, impl=config.attention)
+
+    positions = _flat_positions(batch)
+    hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
+    new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
+    return hidden, EngineState(kv, page_table, new_lengths)
+
+
+def prefill_logits(config: DecoderConfig, params: Params, hidden: jax.Array, batch: PrefillBatch) -> jax.Array:
+    """Logits f32[N, vocab] of each row's last position, from the hidden states of `prefill_hidden`."""
+    last = jnp.maximum(batch.query_starts[1:] - 1, 0)
+    return logits_of(config, params, hidden[last])
+
+
+def decode_step(
+    config: DecoderConfig, params: Params, state: EngineState, batch: DecodeBatch
+) -> tuple[jax.Array, EngineState]:
+    """Compute and cache one new position of every row: token_ids[i] at the position after those cached for slots[i].
+
+    Returns logits f32[B, vocab] (padding rows: of no meaning), and the new state.
+    """
+    page_table = _updated_table(state, batch.updates)
+    rows = _rows_of(page_table, batch.slots)
+    positions = state.lengths.at[batch.slots].get(mode="fill", fill_value=0)
+    lengths = jnp.where(batch.slots < state.num_slots, positions + 1, 0)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        return paged_decode(q, k, v, pages, rows, lengths, attention_spec(config, layer), impl=config.attention)
+
+    hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
+    new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
+    return logits_of(config, params, hidden), EngineState(kv, page_table, new_lengths)
+
+
+def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Hidden states [R, hidden] -> logits f32[R, vocab]."""
+    return Decoder(config).apply({"params": params}, hidden, method=Decoder.logits)
+
+
+def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
+    """The kernel options of one layer."""
+    return AttentionSpec(scale=config.head_dim**-0.5, window=config.windows[layer])
+
+
+def _updated_table(state: EngineState, updates: TableUpdates) -> jax.Array:
+    return state.page_table.at[updates.slots, updates.columns].set(updates.pages, mode="drop")
+
+
+def _rows_of(page_table: jax.Array, slots: jax.Array) -> jax.Array:
+    return page_table.at[slots].get(mode="fill", fill_value=0)
+
+
+def _flat_positions(batch: PrefillBatch) -> jax.Array:
+    """The position i32[T] of every token; 0 for padding."""
+    index = jnp.arange(batch.token_ids.shape[0])
+    row = jnp.searchsorted(batch.query_starts[1:], index, side="right", method="compare_all")
+    row = jnp.minimum(row, batch.slots.shape[0] - 1)
+    positions = batch.starts[row] + index - batch.query_starts[row]
+    return jnp.where(index < batch.query_starts[-1], positions, 0)

@@ -1,20 +1,24 @@
 """Chat templates in jinja2's immutable sandbox, with bounds on what a stranger's template may use.
 
 Bounds: the template source is at most 1 MiB; `range` may produce one million numbers per rendering in all; `*` and `**`
-may not build a sequence or number of more than a million elements or bits; the output is at most 16 MiB; and a
-rendering may take 10 seconds, looked at whenever it calls something or yields output.
+may not build a sequence or number of more than a million elements or bits; `+` and `~` no text of more than 16 million
+characters, which is also the limit of the output; no text is padded to an excessive width; and a rendering may take 10
+seconds, looked at whenever it calls something or yields output.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 from checkpoints._errors import CheckpointError
@@ -24,22 +28,39 @@ MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_RANGE_ITEMS = 1_000_000
 MAX_PRODUCT = 1_000_000
 MAX_SECONDS = 10.0
+_PADDING_METHODS = frozenset({"format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs"})
+_WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*\d{5}|\{[^{}]*[:.]\D{0,9}\d{5}")
 
 
 class _Refusal(Exception):
     """Raised by the template's own raise_exception, or for a bound it passes."""
 
 
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Sends `~` through the environment, which is the only operator jinja2 does not let a sandbox intercept."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        """Compile a ~ b ~ c to one bounded call."""
+        self.write("environment.bounded_join((")
+        for item in node.nodes:
+            self.visit(item, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Hugging Face's environment plus bounds; a fresh one per rendering, because the budgets are spent."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+    code_generator_class = _CodeGenerator
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
         self.deadline = time.monotonic() + MAX_SECONDS
         self.range_left = MAX_RANGE_ITEMS
         self.filters["tojson"] = _to_json
+        self.filters["format"] = _format
+        del self.filters["center"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
         self.globals["range"] = self.budgeted_range
@@ -57,17 +78,50 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         self.check_time()
+        # args are the context, what is called, and its arguments.
+        # The sandbox wraps str.format, and the wrapped method knows its text.
+        method = getattr(args[1], "__wrapped__", args[1])
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str) and name in _PADDING_METHODS:
+            _check_width(owner, *args[2:], *kwargs.values())
         return super().call(*args, **kwargs)
 
+    def bounded_join(self, parts: Sequence[Any]) -> str:
+        texts = [str(part) for part in parts]
+        _check_text(sum(map(len, texts)))
+        return "".join(texts)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            bits = left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
-            size = bits
-        else:
+        size = 0
+        if operator == "+":
+            _check_text(_length(left) + _length(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_width(left, right)
+        elif operator == "**":
+            size = left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
+        elif operator == "*":
             size = max(_length(left) * _count(right), _length(right) * _count(left))
         if size > MAX_PRODUCT:
             raise _Refusal(f"an operation {operator} gives more than {MAX_PRODUCT} elements")
         return super().call_binop(context, operator, left, right)
+
+
+def _check_text(size: int) -> None:
+    if size > MAX_OUTPUT_CHARACTERS:
+        raise _Refusal(f"it builds a text of more than {MAX_OUTPUT_CHARACTERS} characters")
+
+
+def _check_width(pattern: str, *arguments: Any) -> None:
+    arguments = tuple(item for value in arguments for item in (value if isinstance(value, tuple) else (value,)))
+    numbers = [value for value in arguments if isinstance(value, int)]
+    largest = max(numbers, default=0)
+    if _WIDE_FIELD.search(pattern) or largest > MAX_PRODUCT:
+        raise _Refusal("it pads a text to an excessive width")
+
+
+def _format(pattern: Any, *arguments: Any, **named: Any) -> str:
+    _check_width(str(pattern), *arguments, *named.values())
+    return str(pattern) % (named or arguments)
 
 
 def _length(value: Any) -> int:

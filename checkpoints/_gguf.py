@@ -23,6 +23,7 @@ def open_gguf(path: Path, source: str) -> Checkpoint:
     """Open one `.gguf` file; raises `CheckpointError` when it cannot be read."""
     data = map_file(path)
     header = parse_header(data, path)
+    _refuse_splits(header, source)
     arch = architecture(header.metadata.get("general.architecture"), source)
     config = gguf_config(header, arch, _rope_factors(data, header, source), source)
     generation_config = gguf_generation_config(header, config)
@@ -35,6 +36,15 @@ def open_gguf(path: Path, source: str) -> Checkpoint:
         store=GGUFStore(path, data, header, arch, heads),
         load_tokenizer=lambda: gguf_tokenizer(header.metadata, generation_config.get("eos_token_id", []), source),
     )
+
+
+def _refuse_splits(header: GGUFHeader, source: str) -> None:
+    count = header.metadata.get("split.count", 0)
+    if type(count) is int and count > 1:
+        raise CheckpointError(
+            f"{source}: this is one of {count} parts of a split model, which is not supported; "
+            "join them with llama-gguf-split --merge."
+        )
 
 
 def map_file(path: Path) -> mmap.mmap:

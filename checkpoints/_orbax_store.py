@@ -16,6 +16,7 @@ from checkpoints._errors import CheckpointError
 
 PARAMS = "params"
 """The folder of the Orbax tensors inside a checkpoint directory."""
+_FREE_BYTES, _MAX_RATIO = 1 << 26, 1 << 10
 
 
 class OrbaxStore:
@@ -23,10 +24,16 @@ class OrbaxStore:
 
     def __init__(self, directory: Path) -> None:
         self._path = (directory / PARAMS).resolve()
+        stored_bytes = _bytes_below(self._path)
         with _sentence(self._path):
             self._checkpointer = _checkpointer()
             tree = self._checkpointer.metadata(self._path).item_metadata.tree
         self.infos: Mapping[str, TensorInfo] = {name: self._info(name, meta) for name, meta in tree.items()}
+        # Arrays are compressed, so their size has to be compared with what lies on the disk before one is allocated.
+        if sum(info.nbytes for info in self.infos.values()) > _FREE_BYTES + _MAX_RATIO * stored_bytes:
+            raise CheckpointError(
+                f"{self._path}: {stored_bytes} bytes claim to hold far larger tensors; get the checkpoint again."
+            )
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in its stored dtype."""
@@ -51,6 +58,15 @@ class OrbaxStore:
             )
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         return TensorInfo(tuple(shape), np.dtype(dtype), nbytes, np.dtype(dtype).name, nbytes)
+
+
+def _bytes_below(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: links inside an Orbax checkpoint are refused; copy the file itself there.")
+        total += path.stat().st_size
+    return total
 
 
 def write_orbax(directory: Path, tensors: dict[str, np.ndarray]) -> None:

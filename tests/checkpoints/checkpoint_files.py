@@ -101,7 +101,9 @@ class TinyGGUF:
             writer.add_chat_template(self.template)
 
 
-def gguf_bytes(*, version: int = 3, tensors: bytes = b"", tensor_count: int = 0, keys: list[bytes] | None = None) -> bytes:
+def gguf_bytes(
+    *, version: int = 3, tensors: bytes = b"", tensor_count: int = 0, keys: list[bytes] | None = None
+) -> bytes:
     """A GGUF header from raw parts, for files no writer would produce."""
     keys = keys or []
     return b"GGUF" + struct.pack("<IQQ", version, tensor_count, len(keys)) + b"".join(keys) + tensors

@@ -20,6 +20,8 @@ def test_what_hugging_face_templates_rely_on():
     assert render("{{ {'b': 1} | tojson(indent=2) }}") == '{\n  "b": 1\n}'
     assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
     assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{{ 1 ~ '-' ~ none ~ messages[0].role }}{{ '%s %03d' % ('a', 7) }}") == "1-Noneusera 007"
+    assert render("{{ '%s %03d' | format('2024', 7) }}{{ '{} {:>4}'.format(20240, 7) }}") == "2024 00720240    7"
     assert render("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a * 3 }}{{ 'ab' * 2 }}") == "6abab"
 
 
@@ -45,10 +47,9 @@ def test_refusal_is_shown_to_the_user():
 def test_sandbox_gives_nothing_away(template):
     try:
         text = render(template)
-    except CheckpointError as error:
-        assert "\n" not in str(error)
-    else:
-        assert text.strip() in ("", "None")
+    except CheckpointError:
+        return
+    assert text.strip() in ("", "None")
 
 
 @pytest.mark.parametrize(
@@ -58,8 +59,21 @@ def test_sandbox_gives_nothing_away(template):
         ("{% for a in range(10**9) %}{% endfor %}", "loops over more than"),
         ("{{ 'a' * 10**9 }}", "operation"),
         ("{{ [0] * 999999999 }}", "operation"),
-        ("{{ 9 ** 9 ** 9 }}", "operation"),
+        ("{{ 9 ** (9 ** 9) }}", "operation"),
         ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "writes more than"),
+        (
+            "{% set n = namespace(x='aa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "builds a text",
+        ),
+        (
+            "{% set n = namespace(x='aa') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "builds a text",
+        ),
+        ("{{ '%99999999d' % 1 }}", "excessive width"),
+        ("{{ '%99999999d' | format(1) }}", "excessive width"),
+        ("{{ '{:99999999}'.format(1) }}", "excessive width"),
+        ("{{ 'a'.ljust(99999999) }}", "excessive width"),
+        ("{{ '%*d' % (999999999, 1) }}", "excessive width"),
         ("{% for %}", "malformed at line 1"),
         ("{{ nothing.here }}", "cannot render"),
         ("{{ 1 / 0 }}", "cannot render"),

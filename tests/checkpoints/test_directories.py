@@ -14,6 +14,7 @@ from checkpoint_files import TinyGGUF, hf_tensors, write_hf, write_index, write_
 
 import checkpoints
 from checkpoints import CheckpointError, convert, open_checkpoint
+from checkpoints._orbax_store import write_orbax
 
 
 def assert_same_tensors(checkpoint, expected):
@@ -185,6 +186,24 @@ def test_damaged_directories_are_one_sentence(tmp_path, damage, words):
     assert str(directory) in str(caught.value)
 
 
+def test_links_inside_an_orbax_checkpoint_are_refused(tmp_path):
+    convert(write_hf(tmp_path / "m"), tmp_path / "o")
+    secret = tmp_path / "secret"
+    (tmp_path / "o" / "params" / "manifest.ocdbt").rename(secret)
+    (tmp_path / "o" / "params" / "manifest.ocdbt").symlink_to(secret)
+    with pytest.raises(CheckpointError, match="links inside an Orbax checkpoint are refused"):
+        open_checkpoint(tmp_path / "o")
+
+
+def test_orbax_bomb_is_refused(tmp_path):
+    # One value broadcast: it compresses to next to nothing and would fill the memory when read.
+    write_hf(tmp_path / "o")
+    (tmp_path / "o" / "model.safetensors").unlink()
+    write_orbax(tmp_path / "o", {"t": np.zeros(1 << 28, np.uint8)})
+    with pytest.raises(CheckpointError, match="far larger tensors"):
+        open_checkpoint(tmp_path / "o")
+
+
 def test_tensor_missing_from_its_shard(tmp_path):
     directory = write_hf(tmp_path / "m", shards=2)
     shard = next(directory.glob("*.safetensors")).name
@@ -222,7 +241,9 @@ def test_hub_id_that_is_neither_cached_nor_reachable(monkeypatch):
         raise LocalEntryNotFoundError("offline\nmode")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match=r"^org/name: not in the local cache and the hub cannot be reached; .*\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"^org/name: not in the local cache and the hub cannot be reached; .*\.$"
+    ):
         open_checkpoint("org/name")
 
 
@@ -261,7 +282,7 @@ def test_public_names_exist():
 def test_tokenizer_is_missing(tmp_path):
     directory = write_hf(tmp_path / "m")
     (directory / "tokenizer.json").unlink()
-    with open_checkpoint(directory) as checkpoint, pytest.raises(CheckpointError, match="no tokenizer.json"):
+    with open_checkpoint(directory) as checkpoint, pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         checkpoint.tokenizer()
     write_tokenizer(directory)
     (directory / "tokenizer.json").write_text("{}")

@@ -187,6 +187,7 @@ def test_other_factors_are_listed_not_dropped(tmp_path):
     ("recipe", "words"),
     [
         (TinyGGUF(arch="mamba"), "'mamba' is not supported"),
+        (TinyGGUF(extra={"split.count": ("add_uint16", 3)}), "one of 3 parts"),
         (TinyGGUF(heads=[2, 4]), "differs between layers"),
         (TinyGGUF(heads=7), "does not divide into 7 heads"),
         (TinyGGUF(tensors={"blk.0.strange.weight": np.ones(32, np.float32)}), "has no place in a llama model"),

@@ -28,10 +28,16 @@ CASES = {
     "key count": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60) + PAD, "metadata keys, more than"),
     "key length": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62) + PAD, "past the end"),
     "string length": (gguf_bytes(keys=[gguf_string("a") + struct.pack("<IQ", 8, 1 << 40)]) + PAD, "past the end"),
-    "array length": (gguf_bytes(keys=[gguf_string("a") + struct.pack("<IIQ", 9, 0, 1 << 50)]) + PAD, "items, more than"),
+    "array length": (
+        gguf_bytes(keys=[gguf_string("a") + struct.pack("<IIQ", 9, 0, 1 << 50)]) + PAD,
+        "items, more than",
+    ),
     "array beyond file": (gguf_bytes(keys=[gguf_string("a") + struct.pack("<IIQ", 9, 12, 1 << 20)]), "past the end"),
     "strings beyond file": (gguf_bytes(keys=[gguf_string("a") + struct.pack("<IIQ", 9, 8, 1 << 20)]), "past the end"),
-    "nested array": (gguf_bytes(keys=[gguf_string("a") + struct.pack("<IIQ", 9, 9, 1)]) + PAD, "unsupported value type"),
+    "nested array": (
+        gguf_bytes(keys=[gguf_string("a") + struct.pack("<IIQ", 9, 9, 1)]) + PAD,
+        "unsupported value type",
+    ),
     "value type": (gguf_bytes(keys=[gguf_string("a") + struct.pack("<I", 99)]) + PAD, "unknown value type"),
     "bad text": (gguf_bytes(keys=[struct.pack("<QBB", 2, 0xFF, 0xFE)]) + PAD, "not valid UTF-8"),
     "key twice": (gguf_bytes(keys=[alignment(32), alignment(32)]) + PAD, "appears twice"),

@@ -29,12 +29,12 @@ WRITTEN = [
     "def f(x: int) -> list[int]:\n    return [i ** 2 for i in range(x) if i % 2 == 0]\n",
     'for (int i = 0; i < n; ++i) { printf("%d\\n", a[i]); }',
     "SELECT name, COUNT(*) FROM users WHERE id >= 10 GROUP BY name;",
-    "<html><body class=\"a b\">&nbsp;</body></html>",
+    '<html><body class="a b">&nbsp;</body></html>',
     "snake_case camelCase PascalCase kebab-case SCREAMING_CASE",
     "https://example.org/a/b?c=d&e=%20#frag",
     "3.14159 1,000,000 1e-05 0x1F 2024-02-29 12:34:56 ½ ² Ⅳ ٣٤ १२",
     "a1b22c333 4444d  55 \t66\n77",
-    "你好，世界！今天天气很好。",
+    "你好，世界！今天天气很好。",  # noqa: RUF001
     "日本語のテキスト、カタカナ、ひらがな。",
     "한국어 문장입니다.",
     "Привет, мир! Ελληνικά العربية עברית हिन्दी ไทย",
@@ -73,7 +73,8 @@ ALPHABETS = [
     "<|im_start|><|im_end|>> \n",
     "{}()[];:=<>!&|^~+-*/%\\\"'#@`$_.,0az \n    ",
 ]
-WORDS = "the The Model's tokens, 42 3.5 isn't (x) -> == \n\n  \t你好 😀 <|im_end|> e.g. U.S. foo_bar fooBar 2nd ١٢ ".split(" ")
+WORDS = ["the", "The", "Model's", "tokens,", "42", "3.5", "isn't", "(x)", "->", "==", "\n\n", "", "", "\t你好", "😀"]
+WORDS += ["<|im_end|>", "e.g.", "U.S.", "foo_bar", "fooBar", "2nd", "١٢", ""]
 
 
 def strings() -> list[str]:
@@ -107,7 +108,12 @@ def main() -> None:
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in strings()]
-    print(len(ids), "strings,", sum(a != b for a, b in zip(plain, ids, strict=True)), "differ from transformers' own split")
+    print(
+        len(ids),
+        "strings,",
+        sum(a != b for a, b in zip(plain, ids, strict=True)),
+        "differ from transformers' own split",
+    )
     if options.plain:
         return
     messages = [{"role": "user", "content": "What is 2+2?"}]

@@ -1,0 +1,70 @@
+"""The default model against what transformers made of the same file."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from checkpoints import DEFAULT_MODEL, fetch_named_model, open_checkpoint
+
+pytestmark = pytest.mark.model
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_ids.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    with open_checkpoint(DEFAULT_MODEL) as opened:
+        yield opened
+
+
+def test_ids_and_texts_are_transformers_own(checkpoint):
+    tokenizer = checkpoint.tokenizer()
+    assert len(GOLDEN["strings"]) >= 500
+    for entry in GOLDEN["strings"]:
+        text, ids = entry["text"], entry["ids"]
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == entry.get("decoded", text)
+        assert tokenizer.decode(ids) == entry.get("visible", text)
+
+
+def test_chats_are_transformers_own(checkpoint):
+    tokenizer = checkpoint.tokenizer()
+    for chat in GOLDEN["chats"]:
+        assert tokenizer.apply_chat_template(chat["messages"]) == chat["text"]
+        assert tokenizer.encode_chat(chat["messages"]) == chat["ids"]
+
+
+def test_facts(checkpoint):
+    tokenizer, config = checkpoint.tokenizer(), checkpoint.config
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (1, (2,), 49152)
+    assert not tokenizer.adds_bos
+    assert sum(np.prod(info.shape) for info in checkpoint.tensors.values()) == 134_515_008
+    assert (config["num_hidden_layers"], config["head_dim"], config["num_key_value_heads"]) == (30, 64, 3)
+    assert config["tie_word_embeddings"] is True
+
+
+def test_tensors_are_the_packages_dequantization(checkpoint):
+    stored = {t.name: t for t in gguf.GGUFReader(fetch_named_model(DEFAULT_MODEL)).tensors}
+    for name, ours, heads in (
+        ("token_embd.weight", "model.embed_tokens.weight", None),
+        ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", 9),
+        ("blk.29.attn_k.weight", "model.layers.29.self_attn.k_proj.weight", 3),
+        ("blk.7.ffn_down.weight", "model.layers.7.mlp.down_proj.weight", None),
+    ):
+        expected = gguf.quants.dequantize(stored[name].data, stored[name].tensor_type)
+        got = checkpoint.read(ours)
+        if heads:
+            got = got.reshape(heads, 2, 32, -1).swapaxes(1, 2).reshape(got.shape)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_opening_is_quick():
+    started = time.monotonic()
+    with open_checkpoint(DEFAULT_MODEL) as opened:
+        opened.tokenizer()
+    assert time.monotonic() - started < 5

@@ -162,6 +162,8 @@ class Scheduler:
         if admitting:
             self._admit(current)
         self._in_flight = current.work()
+        if self._in_flight.is_empty and self.requests:
+            raise RuntimeError(f"{len(self.requests)} requests are unfinished, but none can go on.")
         return self._in_flight
 
     def commit(self, work: StepWork, result: StepResult) -> list[SequenceProgress]:

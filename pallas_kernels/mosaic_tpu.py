@@ -25,7 +25,7 @@ BLOCK_BYTES = 2 << 20
 times the latency of a copy, about 1.6 TB/s (v6e) to 3.7 TB/s (one core of v7x) times 0.6 us, with room to spare."""
 
 BLOCK_TOKENS = {1: 1024, 2: 512, 4: 256}
-"""Most positions of a block by bytes of a feature: beyond these the scores of a block crowd the registers for no gain."""
+"""Most positions of a block by bytes of a feature: beyond these the scores of a block only crowd the registers."""
 
 UNROLLED_HEADS = 8
 """Most KV heads whose code is laid out one after another."""
@@ -114,33 +114,46 @@ def features_of(spec: AttentionSpec, width: int) -> Features:
 
 
 def compute_dtype(q_dtype: Any, page_dtype: Any) -> Any:
-    """Type of the matrix products' operands: that of the queries, float32 if the pages are float32. Sums are float32."""
+    """Type of the matrix products' operands: the queries' type, float32 if the pages are float32. Sums are float32."""
     return jnp.dtype(q_dtype) if is_quantized(page_dtype) else jnp.promote_types(q_dtype, page_dtype)
 
 
-def page_reasons(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec) -> str | None:
-    """Why the TPU attention kernels cannot take these shapes, in a sentence; None when they can."""
+def pages_reason(pages: KVPages) -> str | None:
+    """Why the TPU kernels cannot take pages of this shape, in a sentence; None when they can."""
     dtype = np.dtype(pages.data.dtype).name
     if dtype not in ("bfloat16", "float32", *QUANTIZED_MAX):
         return f"The TPU kernels take bfloat16, float32, int8 and float8_e4m3fn pages, but these are {dtype}."
-    if np.dtype(q.dtype).name not in ("bfloat16", "float32"):
-        return f"The TPU kernels take bfloat16 and float32 queries, but these are {np.dtype(q.dtype).name}."
     if pages.page_size % 16:
         return f"The TPU kernels copy whole tiles of 16 positions, but page_size is {pages.page_size}."
+    if pages.width % LANES:
+        return (
+            f"Page rows have {pages.width} features, no multiple of {LANES}, and XLA would copy the whole pool to lay it "
+            f"out anew around every call: pad keys and values to {round_up(pages.width, LANES) // 2} features each, for "
+            f"{round_up(pages.width, LANES) / pages.width:.2f} times the memory and bandwidth."
+        )
+    return None
+
+
+def attention_reason(q: Any, pages: KVPages, page_table: Any) -> str | None:
+    """Why the TPU attention kernels cannot take these shapes, in a sentence; None when they can."""
+    reason = pages_reason(pages)
+    if reason is not None:
+        return reason
+    if np.dtype(q.dtype).name not in ("bfloat16", "float32"):
+        return f"The TPU kernels take bfloat16 and float32 queries, but these are {np.dtype(q.dtype).name}."
     if page_table.size > MAX_TABLE_ENTRIES:
         return (
             f"The page table has {page_table.size} entries, but the scalar memory of a TPU core holds "
             f"{MAX_TABLE_ENTRIES}: use larger pages, fewer sequences or a shorter context."
         )
-    needed = vmem_bytes(q, pages, page_table, spec)
-    if needed > VMEM_LIMIT:
-        return f"Two blocks of pages and the sums need {needed >> 20} MiB of vector memory, the limit is {VMEM_LIMIT >> 20}."
+    needed = vmem_bytes(pages, page_table)
+    if needed > VMEM_LIMIT // 2:
+        return f"Two blocks of pages need {needed >> 20} MiB of vector memory, but the limit is {VMEM_LIMIT >> 21} MiB."
     return None
 
 
-def vmem_bytes(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec) -> int:
+def vmem_bytes(pages: KVPages, page_table: Any) -> int:
     """Bytes of vector memory that the two blocks of pages take, scales included."""
-    del q, spec
     count = pages_per_block(pages.page_size, pages.kv_heads, pages.width, pages.data.dtype, page_table.shape[1])
     rows = count * pages.kv_heads * round_up(pages.page_size, sublanes(pages.data.dtype))
     data = rows * round_up(pages.width, LANES) * np.dtype(pages.data.dtype).itemsize
@@ -153,9 +166,27 @@ def vmem_bytes(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec) -> 
 def page_bytes(pages: KVPages) -> int:
     """Bytes that copying one page moves, with the lanes that a row or a scale row is padded to."""
     data = pages.kv_heads * pages.page_size * round_up(pages.width, LANES) * np.dtype(pages.data.dtype).itemsize
+    return data + page_scale_bytes(pages)
+
+
+def page_scale_bytes(pages: KVPages) -> int:
+    """Bytes that copying the scales of one page moves; a tile has as many rows as heads, in powers of two up to 8."""
     if pages.scales is None:
-        return data
-    return data + 2 * round_up(pages.kv_heads, 8) * round_up(pages.page_size, LANES) * 4
+        return 0
+    tile = min(8, 1 << (pages.kv_heads - 1).bit_length())
+    return 2 * round_up(pages.kv_heads, tile) * round_up(pages.page_size, LANES) * 4
+
+
+def write_bytes(pages: KVPages) -> int:
+    """Bytes that writing one position moves to the pool: its tile of rows, and the page's scales."""
+    dtype = np.dtype(pages.data.dtype)
+    rows = pages.kv_heads * write_rows(dtype, pages.page_size)
+    return rows * round_up(pages.width, LANES) * dtype.itemsize + page_scale_bytes(pages)
+
+
+def array_bytes(array: Any) -> int:
+    """Bytes of an array."""
+    return int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
 
 
 def join_rows(k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array | None]:
@@ -170,8 +201,9 @@ def join_rows(k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, ja
 class PageBlocks:
     """Double-buffered copies of blocks of pages from the pool to vector memory, inside a kernel.
 
-    pool, scales: the pool in HBM. buffer: [2, pages, Hkv, page_size, width]; scale_buffer: [2, pages, 2, Hkv, page_size].
-    spread: [2, Hkv, tokens], the scales of the block in use. semaphores: one for each buffer. table: the flat page table in scalar memory, `columns` entries a row.
+    pool, scales: the pool in HBM. buffer: [2, pages, Hkv, page_size, width].
+    scale_buffer: [2, pages, 2, Hkv, page_size]; spread: [2, Hkv, tokens], the scales of the block in use.
+    semaphores: one for each buffer. table: the flat page table in scalar memory, `columns` entries a row.
     """
 
     pool: Any
@@ -357,17 +389,3 @@ def for_each_head(heads: int, act: Callable[[Any], None]) -> None:
         turn(0, None)
     else:
         lax.fori_loop(0, heads // together, turn, None)
-
-
-def array_bytes(array: Any) -> int:
-    """Bytes of an array."""
-    return int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
-
-
-def write_bytes(pages: KVPages) -> int:
-    """Bytes that writing one position moves to the pool: its tile of rows, and the page's scales."""
-    dtype = np.dtype(pages.data.dtype)
-    moved = pages.kv_heads * write_rows(dtype, pages.page_size) * round_up(pages.width, LANES) * dtype.itemsize
-    if pages.scales is not None:
-        moved += 2 * round_up(pages.kv_heads, 8) * round_up(pages.page_size, LANES) * 4
-    return moved

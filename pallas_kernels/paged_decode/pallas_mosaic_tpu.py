@@ -34,8 +34,8 @@ def unsupported(
     sinks: Any = None,
 ) -> str | None:
     """Why this lowering cannot run these arguments (arrays or their shapes), in a sentence; None when it can."""
-    del k, v, lengths, sinks
-    return mosaic_tpu.page_reasons(q, pages, page_table, spec)
+    del k, v, lengths, spec, sinks
+    return mosaic_tpu.attention_reason(q, pages, page_table)
 
 
 def paged_decode(
@@ -51,10 +51,10 @@ def paged_decode(
 ) -> tuple[jax.Array, KVPages]:
     """`paged_decode` as a Mosaic TPU kernel; shapes as in the public operation.
 
-    Head dims that are no multiple of 128 are padded: scores and sums then run over the whole page row of k_dim + v_dim
-    features rounded up to 128, up to twice the arithmetic, and rows of other than a multiple of 128 features also take
-    that much more memory and bandwidth (d=80: 256 instead of 160 features, 1.6 times; d=96: 1.33 times; d=64: none).
-    Scales of pages smaller than 128 positions are padded to 128 in memory.
+    Where keys or values are no multiple of 128 features (d=64), queries are padded with zeros to the whole page row of
+    k_dim + v_dim features, and scores and sums run over all of it: twice the arithmetic, no more memory or bandwidth.
+    Scales of pages smaller than 128 positions are laid out anew by XLA around the call, which copies all of them; int8
+    and float8_e4m3fn pages are best 128 positions large.
     """
     plan = _plan(q, k, pages, page_table, spec, sinks)
     batch, features = q.shape[0], plan.features

@@ -154,7 +154,7 @@ def write_tokenizer(directory: Path, *, adds_bos: bool = False, **settings: obje
 def write_hf(directory: Path, *, shards: int = 1, **config: object) -> Path:
     """Write a safetensors checkpoint directory, in several shards with an index when `shards` > 1."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5} | config))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 6} | config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     write_tokenizer(directory)
     tensors = hf_tensors()

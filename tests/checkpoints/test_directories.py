@@ -44,7 +44,7 @@ def test_safetensors_to_orbax_is_bit_identical(tmp_path):
         assert_same_tensors(checkpoint, hf_tensors())
         assert checkpoint.read("model.norm.weight").dtype == ml_dtypes.bfloat16
         assert checkpoint.config["model_type"] == "llama"
-        assert checkpoint.tokenizer().eos_ids == (7, 5, 1)
+        assert checkpoint.tokenizer().eos_ids == (7, 5, 6, 1)
 
 
 def test_gguf_to_orbax_keeps_weights_config_and_tokenizer(tmp_path):
@@ -77,7 +77,7 @@ def test_shard_paths_cannot_leave_the_directory(tmp_path, shard):
     directory = write_hf(tmp_path / "m", shards=2)
     shutil.copy(next(directory.glob("*.safetensors")), tmp_path / "secret.safetensors")
     write_index(directory, dict.fromkeys(hf_tensors(), shard))
-    with pytest.raises(CheckpointError, match="leaves the directory"):
+    with pytest.raises(CheckpointError, match=r"the file name .* leaves the directory"):
         open_checkpoint(directory)
 
 

@@ -149,7 +149,8 @@ def test_inspect_and_convert_on_the_command_line(tmp_path):
     for text in ("LlamaForCausalLM", "Q4_1", "total", "BOS", "chat template"):
         assert text in shown.stdout
     written = run("convert", path, tmp_path / "o")
-    assert (written.returncode, written.stderr.strip()) == (0, "")
+    # Standard error is left out: a JAX plugin without its driver writes its own complaint there.
+    assert (written.returncode, written.stdout.strip()) == (0, f"Wrote {tmp_path / 'o'}")
     assert "orbax" in run("inspect", tmp_path / "o").stdout
     again = run("convert", path, tmp_path / "o")
     assert again.returncode == 2

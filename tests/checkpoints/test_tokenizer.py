@@ -119,7 +119,7 @@ def test_null_bos_token_is_respected(tmp_path):
 
 
 def test_eos_of_generation_config_config_and_tokenizer(tmp_path):
-    assert tokenizer_of(write_hf(tmp_path / "m")).eos_ids == (7, 5, 1)
+    assert tokenizer_of(write_hf(tmp_path / "m")).eos_ids == (7, 5, 6, 1)
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path):
@@ -169,7 +169,7 @@ def sentencepiece_directory(directory, model_file, **settings):
 def test_sentencepiece_model_gives_the_librarys_ids(tmp_path, model_file):
     tokenizer = sentencepiece_directory(tmp_path / "m", model_file)
     library = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (7, 5, 2))
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (7, 5, 6, 2))
     for text in TEXTS:
         assert tokenizer.encode(text) == [1, *library.encode(text)]
         assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text)) == text

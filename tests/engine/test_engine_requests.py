@@ -177,6 +177,13 @@ def test_text_held_back_for_a_stop_string_is_delivered_at_the_end():
     assert deltas == ["ple", "", "as"]
 
 
+@pytest.mark.parametrize("ids", [[3, 4], [3, 4, 0]])
+def test_character_left_unfinished_is_shown_at_the_end(ids):
+    final, deltas = say(["a", "\N{REPLACEMENT CHARACTER}"], SamplingParams(max_tokens=len(ids)), ids=ids)
+    assert final.text == "a\N{REPLACEMENT CHARACTER}"
+    assert deltas[:-1] == ["a", ""][: len(ids) - 1]
+
+
 def test_stop_string_in_the_last_token_outranks_length():
     final, _ = say(["ab", "cd"], SamplingParams(stop=["cd"], max_tokens=2))
     assert (final.text, final.finish_reason, final.stop_reason) == ("ab", "stop", "cd")

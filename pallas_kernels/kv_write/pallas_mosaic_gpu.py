@@ -8,7 +8,6 @@ donated pool nothing else of it moves. Quantizing is elementwise work on a few r
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._gpu_attention import LANE
+from pallas_kernels._gpu_attention import LANE, unsupported_here
 from pallas_kernels.pages import KVPages, quantize_rows
 
 # The bytes of a counted copy are shared out over the 128 threads that wait for it.
@@ -28,6 +27,9 @@ MAX_BLOCK_BYTES = 96 * 1024
 def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> str | None:
     """Why this lowering cannot run these shapes and types, as a sentence; None when it can."""
     del page_ids, offsets
+    here = unsupported_here()
+    if here is not None:
+        return here
     item = jnp.dtype(pages.data.dtype).itemsize
     for name, rows in (("key", k), ("value", v)):
         dim = rows.shape[-1]
@@ -76,7 +78,9 @@ def _scatter_rows(
     total, kv_heads, k_dim = k.shape
     v_dim = v.shape[-1]
 
-    def body(k_ref: Any, v_ref: Any, page_ref: Any, offset_ref: Any, pool: Any, k_rows: Any, v_rows: Any, ready: Any) -> None:
+    def body(
+        k_ref: Any, v_ref: Any, page_ref: Any, offset_ref: Any, pool: Any, k_rows: Any, v_rows: Any, ready: Any
+    ) -> None:
         first = lax.axis_index("block") * tokens
         plgpu.copy_gmem_to_smem(k_ref.at[pl.ds(first, tokens)], k_rows, ready)
         plgpu.copy_gmem_to_smem(v_ref.at[pl.ds(first, tokens)], v_rows, ready)

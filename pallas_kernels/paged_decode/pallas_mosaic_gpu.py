@@ -16,7 +16,6 @@ bfloat16 terms whose three products keep about 16 mantissa bits.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +86,10 @@ def unsupported(
         return f"The Mosaic GPU kernel takes at most {ROWS} query heads for each kv head, not {group}."
     operands = gpu.operands_of(q.dtype, pages, spec)
     if plan_of(batch, group, pages.kv_heads, page_table.shape[1] * pages.page_size, operands) is None:
-        return f"Two tiles of {operands.k_dim} + {operands.v_dim} features of {operands.page_dtype.name} do not fit shared memory."
+        return (
+            f"Two tiles of {operands.k_dim} + {operands.v_dim} features of {operands.page_dtype.name} do not fit "
+            "shared memory."
+        )
     return None
 
 
@@ -155,7 +157,7 @@ def attend(
     padding = plan.stored_rows - group
     queries = jnp.pad(q.reshape(batch, kv_heads, group, k_dim), ((0, 0), (0, 0), (0, padding), (0, 0)))
     query_terms = jnp.stack(gpu.split_terms(queries, operands.query_terms, operands.dtype))
-    inputs = {"q": query_terms, "pool": pages.data, "table": page_table, "lengths": lengths}
+    inputs: dict[str, Any] = {"q": query_terms, "pool": pages.data, "table": page_table, "lengths": lengths}
     if operands.quantized:
         inputs["scales"] = pages.scales
     if sinks is not None:
@@ -167,8 +169,12 @@ def attend(
     outputs = {"values": jax.ShapeDtypeStruct((*shape, operands.v_dim), out_dtype)}
     if plan.splits > 1:
         outputs["log_totals"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def paged_decode_kernel(inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        _run_block(inputs, outputs, plan, operands, spec, interpret is not None)
+
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, operands=operands, spec=spec, interpret=interpret is not None),
+        paged_decode_kernel,
         out_type=outputs,
         # The last axis runs fastest: neighbouring blocks read the heads of one page.
         grid=(plan.splits, batch, kv_heads),
@@ -182,7 +188,14 @@ def attend(
     return merged[:, :, :group].astype(q.dtype).reshape(batch, heads, operands.v_dim)
 
 
-def _kernel(inputs: dict[str, Any], outputs: dict[str, Any], *, plan: Plan, operands: gpu.Operands, spec: AttentionSpec, interpret: bool) -> None:
+def _run_block(
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    plan: Plan,
+    operands: gpu.Operands,
+    spec: AttentionSpec,
+    interpret: bool,
+) -> None:
     """One block: the tiles of (split, row, kv_head)."""
     split, row, head = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("kv_head")
     length = inputs["lengths"][row]
@@ -191,7 +204,9 @@ def _kernel(inputs: dict[str, Any], outputs: dict[str, Any], *, plan: Plan, oper
     copy_rows = gpu.rows_per_copy(page_size, plan.tile)
     copies = plan.tile // copy_rows
 
-    def walk(memory: dict[str, Any], query: Any, sink: Any, tile_barrier: Any, query_barrier: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def walk(
+        memory: dict[str, Any], query: Any, sink: Any, tile_barrier: Any, query_barrier: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         def fetch(index: jax.Array, slot: Any) -> None:
             last_column = lax.div(length - 1, jnp.int32(page_size))
             sources = []
@@ -205,21 +220,33 @@ def _kernel(inputs: dict[str, Any], outputs: dict[str, Any], *, plan: Plan, oper
                 place = pl.ds(part * copy_rows, copy_rows)
                 barrier = tile_barrier.at[slot]
                 source = inputs["pool"]
-                plgpu.copy_gmem_to_smem(source.at[page, head, rows, pl.ds(0, operands.k_dim)], memory["k"].at[slot, place], barrier)
-                plgpu.copy_gmem_to_smem(source.at[page, head, rows, pl.ds(operands.k_dim, operands.v_dim)], memory["v"].at[slot, place], barrier)
+                plgpu.copy_gmem_to_smem(
+                    source.at[page, head, rows, pl.ds(0, operands.k_dim)], memory["k"].at[slot, place], barrier
+                )
+                plgpu.copy_gmem_to_smem(
+                    source.at[page, head, rows, pl.ds(operands.k_dim, operands.v_dim)],
+                    memory["v"].at[slot, place],
+                    barrier,
+                )
                 if operands.quantized:
                     for kind in range(2):
-                        plgpu.copy_gmem_to_smem(inputs["scales"].at[page, kind, head, rows], memory["scales"].at[slot, kind, place], barrier)
+                        plgpu.copy_gmem_to_smem(
+                            inputs["scales"].at[page, kind, head, rows], memory["scales"].at[slot, kind, place], barrier
+                        )
 
         for stage in range(plan.stages):
             pl.when(stage < tiles)(functools.partial(fetch, jnp.int32(stage), stage))
         for term in range(operands.query_terms):
-            plgpu.copy_gmem_to_smem(inputs["q"].at[term, row, head], query.at[term, pl.ds(0, plan.stored_rows)], query_barrier)
+            plgpu.copy_gmem_to_smem(
+                inputs["q"].at[term, row, head], query.at[term, pl.ds(0, plan.stored_rows)], query_barrier
+            )
         if "sinks" in inputs:
             plgpu.copy_gmem_to_smem(inputs["sinks"].at[head], sink, query_barrier)
         plgpu.barrier_wait(query_barrier)
 
-        def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def step(
+            index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             values, highest, total = carry
             slot = lax.rem(index, jnp.int32(plan.stages))
             plgpu.barrier_wait(tile_barrier.at[slot])
@@ -233,7 +260,9 @@ def _kernel(inputs: dict[str, Any], outputs: dict[str, Any], *, plan: Plan, oper
             products = gpu.score_products([query.at[term] for term in range(operands.query_terms)], keys, operands)
             scales = None
             if operands.quantized:
-                scales = [gpu.load_as(memory["scales"].at[slot, kind], plgpu.Layout.WGMMA.reduce(0)) for kind in range(2)]
+                scales = [
+                    gpu.load_as(memory["scales"].at[slot, kind], plgpu.Layout.WGMMA.reduce(0)) for kind in range(2)
+                ]
                 products = products * gpu.along_columns(scales[0], products.shape)
             scores = gpu.base2_scores(products, spec)
             if masked:

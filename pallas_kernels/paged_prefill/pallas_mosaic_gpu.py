@@ -1,10 +1,11 @@
 """Ragged paged prefill for Hopper and newer GPUs (Mosaic GPU).
 
 A block takes the tokens of one sequence inside an aligned window of 64 query tokens for two query heads of one kv
-head, or of 128 tokens for one head where the heads that share a kv head are odd in number. Of its three warpgroups one brings the pages by TMA into
-a ring of shared-memory buffers and two multiply (wgmma, 64 rows each) and keep an online softmax in float32. Which
-sequence and tokens a block has is worked out before the kernel from `query_starts`: one block for each window and N
-more always suffice. Padding tokens count as a sequence without positions, whose outputs are 0.
+head, or of 128 tokens for one head where the heads that share a kv head are odd in number. Of its three warpgroups one
+brings the pages by TMA into a ring of shared-memory buffers and two multiply (wgmma, 64 rows each) and keep an online
+softmax in float32. Which sequence and tokens a block has is worked out before the kernel from `query_starts`: one
+block for each window and N more always suffice. Padding tokens count as a sequence without positions, whose outputs
+are 0.
 
 Costs of other types and widths: int8, float8 and float32 tiles are rewritten as bfloat16 terms by the copying
 warpgroup (see paged_decode). Ragged ends are stored by row, and a row of shared memory that the copy engine reads must
@@ -183,7 +184,7 @@ def paged_prefill(
     # Queries are copied in tiles of 8 tokens, 64 at a time: a copy may run past the end (the hardware reads zeros
     # there), but not be larger than the array.
     queries = jnp.pad(q, ((0, max(ROWS - tokens, -tokens % 8)), (0, 0), (0, 0)))
-    inputs = {
+    inputs: dict[str, Any] = {
         "q": jnp.stack(gpu.split_terms(queries, operands.query_terms, operands.dtype)),
         "pool": pages.data,
         "table": page_table,
@@ -238,9 +239,7 @@ class _Block:
     def run(self, inputs: dict[str, Any], out: Any) -> None:
         """Give each warpgroup its part, with their shared memory and barriers."""
         plan, operands = self.plan, self.operands
-        query = gpu.operand_memory(
-            (MULTIPLIERS, operands.query_terms, ROWS, operands.k_dim), operands.dtype, plan.tile
-        )
+        query = gpu.operand_memory((MULTIPLIERS, operands.query_terms, ROWS, operands.k_dim), operands.dtype, plan.tile)
         result = plgpu.SMEM((MULTIPLIERS, ROWS, plan.out_width), out.dtype)
         copies = plan.tile // gpu.rows_per_copy(inputs["pool"].shape[2], plan.tile)
         raw_arrivals = copies * (2 if operands.quantized else 1)
@@ -281,7 +280,9 @@ class _Block:
             memory["scales"] = plgpu.SMEM((plan.term_stages, 2, plan.tile), jnp.float32)
         return memory
 
-    def _roles(self, inputs: dict[str, Any], out: Any, memory: dict[str, Any], queries: list[Any], barriers: dict[str, Any]) -> None:
+    def _roles(
+        self, inputs: dict[str, Any], out: Any, memory: dict[str, Any], queries: list[Any], barriers: dict[str, Any]
+    ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         table = {name: ref[block] for name, ref in inputs["blocks"].items()}
@@ -338,7 +339,9 @@ class _Block:
     def _kv_head(self) -> jax.Array:
         return lax.div(lax.axis_index("heads"), jnp.int32(self.group // self.plan.heads))
 
-    def _copy_tiles(self, inputs: dict[str, Any], memory: dict[str, Any], barriers: dict[str, Any], span: _Range) -> None:
+    def _copy_tiles(
+        self, inputs: dict[str, Any], memory: dict[str, Any], barriers: dict[str, Any], span: _Range
+    ) -> None:
         """Keep the ring of matrix operands full."""
         stages = self.plan.stages
 
@@ -359,7 +362,9 @@ class _Block:
                 plgpu.barrier_wait(barriers[f"{kind}_free"].at[slot])
                 fetch(kind, index + stages, slot)
 
-    def _copy_and_convert(self, inputs: dict[str, Any], memory: dict[str, Any], barriers: dict[str, Any], span: _Range) -> None:
+    def _copy_and_convert(
+        self, inputs: dict[str, Any], memory: dict[str, Any], barriers: dict[str, Any], span: _Range
+    ) -> None:
         """Keep the ring of raw tiles full, and turn each into 16-bit terms, zero where no token may look."""
         plan, operands = self.plan, self.operands
 
@@ -477,7 +482,7 @@ class _Block:
         carry = lax.fori_loop(whole_begin, whole_end, functools.partial(step, masked=False), carry)
         values, _, total = lax.fori_loop(whole_end, span.tiles, functools.partial(step, masked=True), carry)
         normalized = gpu.normalized(values, total).astype(out.dtype)
-        plgpu.store(result.at[warpgroup, :, pl.ds(0, operands.v_dim)], normalized, optimized=False)
+        gpu.store(result.at[warpgroup, :, pl.ds(0, operands.v_dim)], normalized)
         plgpu.commit_smem()
         _store_rows(result, out, warpgroup, token, head, skip, stop)
 

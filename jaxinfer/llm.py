@@ -32,13 +32,13 @@ class LLM:
 
     Args:
         model: a checkpoint's path or name.
-        options: passed on to `jaxinfer.engine.build.build_engine`.
+        options: fields of `jaxinfer.engine.build.EngineOptions`, for instance max_slots=4, max_context=2048.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        from jaxinfer.engine.build import build_engine  # brings in jax, which an existing engine may not need
+        from jaxinfer.engine.build import EngineOptions, build_engine  # an existing engine may not need jax
 
-        self._attach(build_engine(model, **options))
+        self._attach(build_engine(model, EngineOptions.from_names(**options)))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:

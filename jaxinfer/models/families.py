@@ -180,14 +180,14 @@ def _transposed(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
 
 
 def _fused_qkv(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
-    """q, k and v [heads * head_dim, hidden] -> [hidden, kv_heads, group + 2, head_dim]; biases alike, without hidden."""
+    """q, k and v [heads * head_dim, hidden] -> [hidden, kv_heads, group + 2, head_dim]; biases without hidden."""
     by_head = [tensor.reshape(config.num_kv_heads, -1, config.head_dim, *tensor.shape[1:]) for tensor in tensors]
     fused = np.concatenate(by_head, axis=1)
     return np.ascontiguousarray(np.moveaxis(fused, 3, 0)) if fused.ndim == 4 else fused
 
 
 def _fused_gate_up(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
-    """gate and up [intermediate, hidden] -> [hidden, 2, intermediate]; biases alike, without hidden."""
+    """gate and up [intermediate, hidden] -> [hidden, 2, intermediate]; biases without hidden."""
     fused = np.stack(tensors)
     return np.ascontiguousarray(np.moveaxis(fused, 2, 0)) if fused.ndim == 3 else fused
 

@@ -79,7 +79,8 @@ class Sampled:
 
 def init_sampler(num_slots: int, vocab_size: int) -> SamplerState:
     """Every slot greedy and empty."""
-    settings = neutral_settings(num_slots)
+    # Copies: the neutral settings share arrays, and a donated state must not.
+    settings = jax.tree.map(jnp.copy, neutral_settings(num_slots))
     per_token = (num_slots, vocab_size)
     return SamplerState(
         settings=settings,
@@ -111,7 +112,7 @@ def neutral_settings(rows: int) -> SlotSettings:
 
 
 def setup_slots(state: SamplerState, slots: jax.Array, settings: SlotSettings) -> SamplerState:
-    """Sequences enter slots i32[R] (padding: number of slots) with these settings [R]; what the slots held is erased."""
+    """Sequences enter slots i32[R] (padding: number of slots) with settings [R]; what the slots held is erased."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slots].set(new, mode="drop")

@@ -81,7 +81,9 @@ class DecodeBatch:
     updates: TableUpdates
 
 
-def init_state(config: DecoderConfig, *, num_slots: int, num_pages: int, page_size: int, max_context: int) -> EngineState:
+def init_state(
+    config: DecoderConfig, *, num_slots: int, num_pages: int, page_size: int, max_context: int
+) -> EngineState:
     """An empty cache: `num_pages` pages (page 0 is for padding and never holds a sequence) shared by `num_slots` slots.
 
     Raises ValueError when a size is below 1.

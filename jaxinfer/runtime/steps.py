@@ -19,6 +19,10 @@ from pallas_kernels.paged_prefill import paged_prefill
 
 Params = dict[str, Any]
 
+# Jitted inside the step, they are traced once for all layers of a kind instead of once a layer.
+_paged_decode = jax.jit(paged_decode, static_argnames=("spec", "impl"))
+_paged_prefill = jax.jit(paged_prefill, static_argnames=("spec", "impl"))
+
 
 def prefill_step(
     config: DecoderConfig, params: Params, state: EngineState, batch: PrefillBatch
@@ -42,7 +46,7 @@ def prefill_hidden(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
-        return paged_prefill(q, k, v, pages, rows, batch.query_starts, lengths, spec, impl=config.attention)
+        return _paged_prefill(q, k, v, pages, rows, batch.query_starts, lengths, spec=spec, impl=config.attention)
 
     positions = _flat_positions(batch)
     hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
@@ -69,7 +73,8 @@ def decode_step(
     lengths = jnp.where(batch.slots < state.num_slots, positions + 1, 0)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
-        return paged_decode(q, k, v, pages, rows, lengths, attention_spec(config, layer), impl=config.attention)
+        spec = attention_spec(config, layer)
+        return _paged_decode(q, k, v, pages, rows, lengths, spec=spec, impl=config.attention)
 
     hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")

@@ -1,0 +1,117 @@
+"""From a model's name or path to a running engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import jax
+
+from checkpoints import open_checkpoint
+from jaxinfer.engine.engine import Engine
+from jaxinfer.models import DecoderConfig
+from jaxinfer.runtime.compilation_cache import enable_compilation_cache
+from jaxinfer.runtime.limits import RunnerLimits
+from jaxinfer.runtime.loading import check_tokenizer, decoder_config, load_params
+from jaxinfer.runtime.programs import Progress
+from jaxinfer.runtime.runner import Runner
+
+GIB = 1024**3
+CPU_CACHE_GIB = 1.0
+"""Pool size on a CPU, where the memory is shared with everything else."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to serve a model.
+
+    max_slots: sequences that run at once.
+    max_context: positions of one sequence, prompt and output together; None for the model's own limit.
+    page_size: positions of a page; None for 16 on CPU and 64 elsewhere.
+    num_pages: pages of the KV pool; None to size it by kv_cache_gib.
+    kv_cache_gib: size of the KV pool in GiB; None for 1 on CPU, elsewhere 90% of the free device memory. Never more
+        than max_slots sequences of max_context can use.
+    max_batched_tokens: prompt tokens of one round.
+    max_prefill_rows: prompts computed at once.
+    dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
+    attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.
+    mode: "continuous" batching, or "static" waves, to compare with.
+    seed: makes requests without a seed of their own repeatable.
+    """
+
+    max_slots: int = 8
+    max_context: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_cache_gib: float | None = None
+    max_batched_tokens: int = 512
+    max_prefill_rows: int = 8
+    dtype: str = "auto"
+    attention: str = "auto"
+    mode: Literal["continuous", "static"] = "continuous"
+    seed: int | None = None
+
+    @classmethod
+    def from_names(cls, **options: Any) -> EngineOptions:
+        """Options by name; ValueError, naming the known ones, for an unknown name."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(f"There is no engine option {name!r}; the options are {', '.join(known)}.")
+        return cls(**options)
+
+
+def build_engine(model: str, options: EngineOptions | None = None, on_progress: Progress | None = None) -> Engine:
+    """Open a checkpoint, load it, allocate the cache and compile every program.
+
+    model: a named model, a .gguf file, a Hugging Face or Orbax directory, or a hub id.
+    on_progress: called with (what is going on, steps done, steps in all).
+    Raises ValueError, one sentence, when the model or the options cannot be used.
+    """
+    options = options or EngineOptions()
+    enable_compilation_cache()
+    with open_checkpoint(model, progress=on_progress) as checkpoint:
+        config = decoder_config(checkpoint, dtype=options.dtype, attention=options.attention)
+        tokenizer = checkpoint.tokenizer()
+        check_tokenizer(tokenizer.vocab_size, config)
+        params = load_params(checkpoint, config, on_progress)
+    runner = Runner(config, params, limits_for(config, options), on_progress)
+    return Engine(runner, tokenizer, mode=options.mode, seed=options.seed)
+
+
+def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
+    """The sizes to build a runner for, with what the options leave open filled in.
+
+    Raises ValueError when the options contradict the model or each other.
+    """
+    max_context = config.max_positions if options.max_context is None else options.max_context
+    if max_context > config.max_positions:
+        raise ValueError(f"max_context is {max_context}, but the model was made for {config.max_positions} positions.")
+    page_size = options.page_size or (16 if jax.default_backend() == "cpu" else 64)
+    pages_per_sequence = -(-max_context // page_size)
+    useful = options.max_slots * pages_per_sequence + 1
+    if options.num_pages is not None:
+        num_pages = options.num_pages
+    else:
+        page_bytes = config.kv_bytes_per_token * page_size
+        num_pages = min(useful, max(2, int(_pool_bytes(options)) // page_bytes))
+    return RunnerLimits(
+        max_slots=options.max_slots,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_context=max_context,
+        max_batched_tokens=max(options.max_batched_tokens, options.max_slots),
+        max_prefill_rows=min(options.max_prefill_rows, options.max_slots),
+        vocab_size=config.vocab_size,
+    )
+
+
+def _pool_bytes(options: EngineOptions) -> float:
+    if options.kv_cache_gib is not None:
+        if options.kv_cache_gib <= 0:
+            raise ValueError(f"kv_cache_gib must be above 0, not {options.kv_cache_gib}.")
+        return options.kv_cache_gib * GIB
+    stats = jax.local_devices()[0].memory_stats()
+    if jax.default_backend() == "cpu" or not stats:
+        return CPU_CACHE_GIB * GIB
+    return 0.9 * (stats["bytes_limit"] - stats["bytes_in_use"])

@@ -1,0 +1,53 @@
+"""From a checkpoint to a decoder config and parameters on the device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints import Checkpoint
+from jaxinfer.models import DecoderConfig, ModelError, assemble_params, family_of
+from jaxinfer.runtime.programs import Progress
+from jaxinfer.runtime.steps import Params
+
+
+def decoder_config(checkpoint: Checkpoint, *, dtype: str = "auto", attention: str = "auto") -> DecoderConfig:
+    """The decoder that a checkpoint describes.
+
+    dtype: "float32", "bfloat16" or "auto": float32 on CPU, elsewhere bfloat16.
+    Raises ModelError when the checkpoint describes no model that this engine runs.
+    """
+    config = family_of(checkpoint.config).decoder(checkpoint.config)
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return config.replace(dtype=dtype, attention=attention)
+
+
+def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Progress | None = None) -> Params:
+    """The checkpoint's tensors as parameters of `Decoder(config)`, one tensor at a time.
+
+    Raises ModelError when tensors are missing, unexpected or misshapen, CheckpointError when one cannot be read.
+    """
+    family = family_of(checkpoint.config)
+    dtype = np.dtype(jnp.dtype(config.dtype))
+
+    def place(tensor: np.ndarray) -> jax.Array:
+        # A copy: the reader's array may be a view of the file.
+        return jnp.array(tensor.astype(dtype, copy=False))
+
+    def report(done: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress("Loading", done, total)
+
+    shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
+    return assemble_params(config, family.rules, family.ignored, shapes, checkpoint.read, place, report)
+
+
+def check_tokenizer(vocab_size: int, config: DecoderConfig) -> None:
+    """Raise ModelError when the tokenizer knows more ids than the model has embeddings."""
+    if vocab_size > config.vocab_size:
+        raise ModelError(
+            f"The tokenizer has {vocab_size} token ids, but the model has embeddings for {config.vocab_size}; "
+            "they do not belong together."
+        )

@@ -1,0 +1,188 @@
+"""Every program a runner needs, compiled ahead of time for every bucket; after that nothing compiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models import DecoderConfig, abstract_params
+from jaxinfer.runtime import sampler
+from jaxinfer.runtime.limits import Buckets, RunnerLimits
+from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import Params, decode_step, logits_of, prefill_hidden, prefill_logits
+
+FACTS_PER_CALL = 1024
+"""Entries that one call of `add_token_facts` takes."""
+SCORED_PER_CALL = 32
+"""Prompt positions that one call of `score` takes: their logits exist at once."""
+
+Progress = Callable[[str, int, int], None]
+"""(what is going on, steps done, steps in all)"""
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiled programs. decode: by rows; prefill: by (tokens, rows); sample: by rows."""
+
+    decode: dict[int, Program]
+    prefill: dict[tuple[int, int], Program]
+    sample: dict[int, Program]
+    setup_slots: Program
+    add_token_facts: Program
+    score: Program
+
+
+def compile_programs(
+    config: DecoderConfig, limits: RunnerLimits, buckets: Buckets, on_progress: Progress | None = None
+) -> Programs:
+    """Trace one program after the other and compile them on all processors."""
+    tasks = list(_tasks(config, limits, buckets))
+    compiled: dict[tuple[str, Any], Program] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        pending = [(key, pool.submit(lower().compile)) for key, lower in _largest_first(tasks)]
+        for index, (key, future) in enumerate(pending):
+            compiled[key] = future.result()
+            if on_progress is not None:
+                on_progress("Compiling", index + 1, len(pending))
+
+    def family(kind: str) -> dict[Any, Program]:
+        return {bucket: program for (name, bucket), program in compiled.items() if name == kind}
+
+    return Programs(
+        decode=family("decode"),
+        prefill=family("prefill"),
+        sample=family("sample"),
+        setup_slots=compiled["setup_slots", None],
+        add_token_facts=compiled["add_token_facts", None],
+        score=compiled["score", None],
+    )
+
+
+# --- the functions that are compiled ---------------------------------------------------------------------------------
+
+
+def decode_round(
+    config: DecoderConfig,
+    params: Params,
+    state: EngineState,
+    last_token: jax.Array,
+    slots: jax.Array,
+    updates: TableUpdates,
+) -> tuple[jax.Array, EngineState]:
+    """`decode_step` fed with the token that each slot sampled last (i32[num_slots], on the device)."""
+    token_ids = last_token.at[slots].get(mode="fill", fill_value=0)
+    return decode_step(config, params, state, DecodeBatch(token_ids, slots, updates))
+
+
+def prefill_round(
+    config: DecoderConfig, most_tokens: int, params: Params, state: EngineState, batch: PrefillBatch
+) -> tuple[jax.Array, jax.Array, EngineState]:
+    """Logits f32[N, vocab] of each row's last position, hidden states [most_tokens, hidden] of all, the new state."""
+    hidden, state = prefill_hidden(config, params, state, batch)
+    logits = prefill_logits(config, params, hidden, batch)
+    # One shape for all buckets, so that one scoring program serves them.
+    return logits, jnp.pad(hidden, ((0, most_tokens - hidden.shape[0]), (0, 0))), state
+
+
+def score(
+    config: DecoderConfig, params: Params, hidden: jax.Array, start: jax.Array, targets: jax.Array
+) -> sampler.Sampled:
+    """How likely targets i32[SCORED_PER_CALL] are after the positions start .. of hidden [tokens, hidden]."""
+    rows = jax.lax.dynamic_slice(hidden, (start, 0), (targets.shape[0], hidden.shape[1]))
+    return sampler.report(logits_of(config, params, rows), targets)
+
+
+# --- their shapes ----------------------------------------------------------------------------------------------------
+
+_Key = tuple[str, Any]
+_Task = tuple[_Key, int, Callable[[], Any]]
+"""Name and bucket, a measure of the work, and what lowers it."""
+
+
+def _largest_first(tasks: list[_Task]) -> Iterator[tuple[_Key, Callable[[], Any]]]:
+    for key, _, lower in sorted(tasks, key=lambda task: -task[1]):
+        yield key, lower
+
+
+def _tasks(config: DecoderConfig, limits: RunnerLimits, buckets: Buckets) -> Iterator[_Task]:
+    params = abstract_params(config)
+    state = jax.eval_shape(
+        lambda: init_state(
+            config,
+            num_slots=limits.max_slots,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_context=limits.max_context,
+        )
+    )
+    sampling = jax.eval_shape(lambda: sampler.init_sampler(limits.max_slots, limits.vocab_size))
+    last_token = integers(limits.max_slots)
+
+    decode = jax.jit(decode_round, static_argnums=0, donate_argnums=2)
+    for rows in buckets.decode_rows:
+        arguments = (params, state, last_token, integers(rows), updates_of(rows))
+        yield ("decode", rows), 2, _lowering(decode, config, *arguments)
+
+    prefill = jax.jit(prefill_round, static_argnums=(0, 1), donate_argnums=3)
+    most_tokens = padded_hidden_rows(buckets)
+    for tokens, rows in buckets.prefill:
+        batch = PrefillBatch(
+            integers(tokens),
+            integers(rows + 1),
+            integers(rows),
+            integers(rows),
+            updates_of(prefill_updates(tokens, rows, limits.page_size)),
+        )
+        yield ("prefill", (tokens, rows)), 3, _lowering(prefill, config, most_tokens, params, state, batch)
+
+    sample = jax.jit(sampler.sample, donate_argnums=0)
+    for rows in sorted({*buckets.decode_rows, *(rows for _, rows in buckets.prefill)}):
+        logits = jax.ShapeDtypeStruct((rows, limits.vocab_size), jnp.float32)
+        yield ("sample", rows), 1, _lowering(sample, sampling, logits, integers(rows))
+
+    setup = jax.jit(sampler.setup_slots, donate_argnums=0)
+    settings = jax.eval_shape(lambda: sampler.neutral_settings(limits.max_prefill_rows))
+    yield ("setup_slots", None), 0, _lowering(setup, sampling, integers(limits.max_prefill_rows), settings)
+
+    facts = jax.jit(sampler.add_token_facts, donate_argnums=0)
+    count, per_token = FACTS_PER_CALL, jax.ShapeDtypeStruct
+    flags, bias = per_token((count,), jnp.uint8), per_token((count,), jnp.float32)
+    arguments = (sampling, integers(count), integers(count), integers(count), flags, bias)
+    yield ("add_token_facts", None), 0, _lowering(facts, *arguments)
+
+    hidden = jax.ShapeDtypeStruct((most_tokens, config.hidden_size), jnp.dtype(config.dtype))
+    scoring = jax.jit(score, static_argnums=0)
+    arguments = (params, hidden, integers(), integers(SCORED_PER_CALL))
+    yield ("score", None), 1, _lowering(scoring, config, *arguments)
+
+
+def _lowering(function: Any, *arguments: Any) -> Callable[[], Any]:
+    return lambda: function.lower(*arguments)
+
+
+def integers(*shape: int) -> Any:
+    """The shape of an i32 array."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def updates_of(count: int) -> TableUpdates:
+    """The shapes of `count` table updates."""
+    return TableUpdates(integers(count), integers(count), integers(count))
+
+
+def prefill_updates(tokens: int, rows: int, page_size: int) -> int:
+    """Most pages that `tokens` new positions of `rows` sequences can begin."""
+    return tokens // page_size + rows
+
+
+def padded_hidden_rows(buckets: Buckets) -> int:
+    """Rows of the hidden states handed on by prefill: the largest bucket in whole calls of `score`."""
+    largest = max(tokens for tokens, _ in buckets.prefill)
+    return -(-largest // SCORED_PER_CALL) * SCORED_PER_CALL

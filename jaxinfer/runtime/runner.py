@@ -1,0 +1,245 @@
+"""Executes the scheduler's rounds on the device: plain integers in, sampled tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
+from jaxinfer.models import DecoderConfig
+from jaxinfer.runtime import programs as compiled
+from jaxinfer.runtime import sampler
+from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
+from jaxinfer.runtime.programs import Programs, Progress
+from jaxinfer.runtime.state import PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import Params
+
+
+class Runner:
+    """Parameters, cache and sampler state on the device, and the programs that work on them.
+
+    Building it allocates everything and compiles everything; `execute` allocates and compiles nothing.
+
+    config, params: the model. limits: the sizes. on_progress: told of each compiled program.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, params: Params, limits: RunnerLimits, on_progress: Progress | None = None
+    ) -> None:
+        self.config = config
+        self.params = params
+        self.limits = limits
+        self.buckets: Buckets = buckets_for(limits)
+        self.programs: Programs = compiled.compile_programs(config, limits, self.buckets, on_progress)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the cache and every slot."""
+        limits = self.limits
+        self.state = init_state(
+            self.config,
+            num_slots=limits.max_slots,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_context=limits.max_context,
+        )
+        self.sampler = sampler.init_sampler(limits.max_slots, limits.vocab_size)
+        self._logprobs: dict[int, int] = {}
+
+    def execute(self, work: StepWork) -> StepResult:
+        """Run one round: table updates and slot setups, decodes, prefills, then sampling of both."""
+        self._set_up(work.slot_setups)
+        prefilled = {row.slot for row in work.prefills}
+        decode_updates = [update for update in work.table_updates if update.slot not in prefilled]
+        prefill_updates = [update for update in work.table_updates if update.slot in prefilled]
+        sampled: dict[int, SampledToken] = {}
+        prompt_logprobs: dict[int, list[SampledToken]] = {}
+        # Both are dispatched before either is waited for.
+        decoded = self._decode(work.decodes, decode_updates) if work.decodes else None
+        if work.prefills:
+            choice, hidden = self._prefill(work.prefills, prefill_updates)
+            prompt_logprobs = self._score(work.prefills, hidden)
+            sampled |= self._read(choice, [row.slot if row.sample else None for row in work.prefills])
+        if decoded is not None:
+            sampled |= self._read(decoded, work.decodes)
+        return StepResult(sampled, prompt_logprobs)
+
+    # --- decode and prefill ------------------------------------------------------------------------------------------
+
+    def _decode(self, slots: Sequence[int], updates: Sequence[TableUpdate]) -> sampler.Sampled:
+        rows = self.buckets.decode(len(slots))
+        padded = self._padded_slots(slots, rows)
+        step = self.programs.decode[rows]
+        logits, self.state = step(
+            self.params, self.state, self.sampler.last_token, padded, self._table_updates(updates, rows)
+        )
+        return self._sample(logits, padded)
+
+    def _prefill(
+        self, prefills: Sequence[PrefillRow], updates: Sequence[TableUpdate]
+    ) -> tuple[sampler.Sampled, jax.Array]:
+        counts = [len(row.token_ids) for row in prefills]
+        tokens, rows = self.buckets.prefill_for(sum(counts), len(prefills))
+        token_ids = np.zeros(tokens, np.int32)
+        token_ids[: sum(counts)] = np.concatenate([row.token_ids for row in prefills])
+        query_starts = np.full(rows + 1, sum(counts), np.int32)
+        query_starts[: len(counts) + 1] = np.cumsum([0, *counts])
+        starts = np.zeros(rows, np.int32)
+        starts[: len(prefills)] = [row.start for row in prefills]
+        update_count = compiled.prefill_updates(tokens, rows, self.limits.page_size)
+        batch = PrefillBatch(
+            token_ids,  # pyright: ignore[reportArgumentType]  # numpy arrays are moved by the compiled program
+            query_starts,  # pyright: ignore[reportArgumentType]
+            self._padded_slots([row.slot for row in prefills], rows),  # pyright: ignore[reportArgumentType]
+            starts,  # pyright: ignore[reportArgumentType]
+            self._table_updates(updates, update_count),
+        )
+        logits, hidden, self.state = self.programs.prefill[tokens, rows](self.params, self.state, batch)
+        # A row that does not end its prompt is sampled as padding: nothing of it is kept.
+        sampling = [row.slot if row.sample else self.limits.max_slots for row in prefills]
+        return self._sample(logits, self._padded_slots(sampling, rows)), hidden
+
+    def _sample(self, logits: jax.Array, slots: np.ndarray) -> sampler.Sampled:
+        choice, self.sampler = self.programs.sample[len(slots)](self.sampler, logits, slots)
+        return choice
+
+    def _padded_slots(self, slots: Sequence[int], rows: int) -> np.ndarray:
+        padded = np.full(rows, self.limits.max_slots, np.int32)
+        padded[: len(slots)] = slots
+        return padded
+
+    def _table_updates(self, updates: Sequence[TableUpdate], count: int) -> TableUpdates:
+        table = np.zeros((3, count), np.int32)
+        table[0] = self.limits.max_slots
+        if updates:
+            table[:, : len(updates)] = np.array(updates, np.int32).T
+        return TableUpdates(table[0], table[1], table[2])  # pyright: ignore[reportArgumentType]
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def _read(self, choice: sampler.Sampled, slots: Sequence[int | None]) -> dict[int, SampledToken]:
+        """The tokens of the rows, by slot; a slot of None is passed over."""
+        ids = np.asarray(choice.ids)
+        if not any(slot in self._logprobs for slot in slots):
+            return {slot: SampledToken(int(ids[row])) for row, slot in enumerate(slots) if slot is not None}
+        entries = _Entries(choice)
+        return {
+            slot: entries.token(row, self._logprobs[slot]) if slot in self._logprobs else SampledToken(int(ids[row]))
+            for row, slot in enumerate(slots)
+            if slot is not None
+        }
+
+    def _score(self, prefills: Sequence[PrefillRow], hidden: jax.Array) -> dict[int, list[SampledToken]]:
+        """Log probabilities of the prompt tokens of the rows that ask for them, by slot."""
+        scores: dict[int, list[SampledToken]] = {}
+        begin = 0
+        for row in prefills:
+            if row.prompt_logprobs is not None:
+                targets = row.token_ids[1:] if row.next_token is None else (*row.token_ids[1:], row.next_token)
+                scores[row.slot] = self._score_row(hidden, begin, targets, row.prompt_logprobs)
+            begin += len(row.token_ids)
+        return scores
+
+    def _score_row(self, hidden: jax.Array, begin: int, targets: Sequence[int], count: int) -> list[SampledToken]:
+        scored: list[SampledToken] = []
+        for first in range(0, len(targets), compiled.SCORED_PER_CALL):
+            some = targets[first : first + compiled.SCORED_PER_CALL]
+            # The device slides a slice that would reach past the end back to fit; so does this.
+            start = min(begin + first, hidden.shape[0] - compiled.SCORED_PER_CALL)
+            skipped = begin + first - start
+            some = some[: compiled.SCORED_PER_CALL - skipped]
+            padded = np.zeros(compiled.SCORED_PER_CALL, np.int32)
+            padded[skipped : skipped + len(some)] = some
+            entries = _Entries(self.programs.score(self.params, hidden, np.int32(start), padded))
+            scored += [entries.token(skipped + index, count) for index in range(len(some))]
+        return scored
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    def _set_up(self, setups: Sequence[SlotSetup]) -> None:
+        most = self.limits.max_prefill_rows
+        for first in range(0, len(setups), most):
+            some = setups[first : first + most]
+            slots = self._padded_slots([setup.slot for setup in some], most)
+            self.sampler = self.programs.setup_slots(self.sampler, slots, _settings(some, most))
+        for setup in setups:
+            self._logprobs.pop(setup.slot, None)
+            if setup.params.logprobs is not None:
+                self._logprobs[setup.slot] = setup.params.logprobs
+        facts = [fact for setup in setups for fact in _token_facts(setup)]
+        for first in range(0, len(facts), compiled.FACTS_PER_CALL):
+            self._add_facts(facts[first : first + compiled.FACTS_PER_CALL])
+
+    def _add_facts(self, facts: list[_Fact]) -> None:
+        table = np.zeros((5, compiled.FACTS_PER_CALL), np.float32)
+        table[0] = self.limits.max_slots
+        table[:, : len(facts)] = np.array(facts, np.float32).T
+        slots, ids, counts = table[:3].astype(np.int32)
+        self.sampler = self.programs.add_token_facts(
+            self.sampler, slots, ids, counts, table[3].astype(np.uint8), table[4]
+        )
+
+
+_Fact = tuple[int, int, int, int, float]
+"""slot, token id, count in the output, flags, bias (token ids are exact in float32 up to 2^24)"""
+
+
+def _edits_logits(setup: SlotSetup) -> bool:
+    params = setup.params
+    penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalized or bool(params.logit_bias) or bool(setup.eos_ids)
+
+
+def _token_facts(setup: SlotSetup) -> Iterator[_Fact]:
+    """What the sampler must know about single tokens; nothing for requests whose logits stay as they are."""
+    if not _edits_logits(setup):
+        return
+    for token_id in dict.fromkeys(setup.prompt_ids):
+        yield setup.slot, token_id, 0, sampler.IN_PROMPT, 0.0
+    for token_id in setup.output_ids:
+        yield setup.slot, token_id, 1, 0, 0.0
+    for token_id in setup.eos_ids:
+        yield setup.slot, token_id, 0, sampler.ENDS_OUTPUT, 0.0
+    for token_id, bias in (setup.params.logit_bias or {}).items():
+        yield setup.slot, token_id, 0, 0, bias
+
+
+def _settings(setups: Sequence[SlotSetup], rows: int) -> sampler.SlotSettings:
+    """Settings of the setups as numpy arrays [rows]; padding rows are neutral."""
+    padding = rows - len(setups)
+
+    def column(values: list[Any], dtype: Any) -> Any:
+        return np.array([*values, *([0] * padding)], dtype)
+
+    params = [setup.params for setup in setups]
+    return sampler.SlotSettings(
+        temperature=column([p.temperature for p in params], np.float32),
+        top_p=column([p.top_p for p in params], np.float32),
+        min_p=column([p.min_p for p in params], np.float32),
+        repetition_penalty=column([p.repetition_penalty for p in params], np.float32),
+        presence_penalty=column([p.presence_penalty for p in params], np.float32),
+        frequency_penalty=column([p.frequency_penalty for p in params], np.float32),
+        top_k=column([max(p.top_k, 0) for p in params], np.int32),
+        seed=column([setup.seed for setup in setups], np.uint32),
+        min_tokens=column([p.min_tokens for p in params], np.int32),
+        sampled=column([len(setup.output_ids) for setup in setups], np.int32),
+        edits=column([_edits_logits(setup) for setup in setups], bool),
+        logprobs=column([p.logprobs is not None for p in params], bool),
+    )
+
+
+class _Entries:
+    """Log probabilities of some rows, copied to the host."""
+
+    def __init__(self, choice: sampler.Sampled) -> None:
+        arrays = (choice.ids, choice.logprobs, choice.ranks, choice.top_ids, choice.top_logprobs)
+        self._ids, self._logprobs, self._ranks, self._top_ids, self._top_logprobs = map(np.asarray, arrays)
+
+    def token(self, row: int, count: int) -> SampledToken:
+        """Row `row` with its `count` most likely tokens."""
+        ids, logprobs = self._top_ids[row, :count].tolist(), self._top_logprobs[row, :count].tolist()
+        top = tuple(zip(ids, logprobs, strict=True))
+        return SampledToken(int(self._ids[row]), float(self._logprobs[row]), top, int(self._ranks[row]))

@@ -194,6 +194,12 @@ def array_bytes(array: Any) -> int:
     return int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
 
 
+def pool_arrays(pages: KVPages) -> list[jax.Array]:
+    """The pool's arrays as kernel arguments, bound to HBM: XLA copies a small pool to vector memory otherwise."""
+    arrays = [pages.data] if pages.scales is None else [pages.data, pages.scales]
+    return [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
+
+
 def join_rows(k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array | None]:
     """New keys and values [T, Hkv, .] as page rows [T, Hkv, width] in the pages' type, with scales f32[T, 2, Hkv]."""
     if pages.scales is None:

@@ -58,12 +58,10 @@ def kv_write(k: jax.Array, v: jax.Array, pages: KVPages, page_ids: jax.Array, of
     plan = _plan(k.shape[0], pages)
     rows, row_scales = mosaic_tpu.join_rows(k, v, pages)
     sources = [jnp.pad(rows.transpose(1, 0, 2), ((0, 0), (0, plan.padded_tokens - plan.tokens), (0, 0)))]
-    pool = [pages.data]
-    if row_scales is not None and pages.scales is not None:
+    if row_scales is not None:
         lanes = plan.padded_scale_lanes - plan.tokens
         sources.append(jnp.pad(row_scales.transpose(1, 2, 0), ((0, 0), (0, 0), (0, lanes))))
-        pool.append(pages.scales)
-    return KVPages(*_call(plan, _runs(plan, page_ids, offsets), sources, pool, pages))
+    return KVPages(*_call(plan, _runs(plan, page_ids, offsets), sources, pages))
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,8 @@ def _runs(plan: _Plan, page_ids: jax.Array, offsets: jax.Array) -> tuple[jax.Arr
     return count, first, lengths, run_pages, run_offsets, again.astype(jnp.int32)
 
 
-def _call(
-    plan: _Plan, runs: tuple[jax.Array, ...], sources: list[jax.Array], pool: list[jax.Array], pages: KVPages
-) -> Any:
+def _call(plan: _Plan, runs: tuple[jax.Array, ...], sources: list[jax.Array], pages: KVPages) -> Any:
+    pool = mosaic_tpu.pool_arrays(pages)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     scratch = plan.scratch
     copied = plan.tokens * mosaic_tpu.write_bytes(pages) // mosaic_tpu.write_rows(plan.dtype, plan.page_size)
@@ -169,7 +166,7 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(runs),
             grid=(1,),
-            in_specs=[in_hbm] * (len(sources) + len(pool)),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(sources) + [in_hbm] * len(pool),
             out_specs=[in_hbm] * len(pool),
             scratch_shapes=list(scratch.values()),
         ),

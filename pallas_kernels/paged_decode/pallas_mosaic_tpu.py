@@ -70,7 +70,7 @@ def paged_decode(
         inputs.append(rows)
         if row_scales is not None:
             inputs.append(row_scales[..., None])
-    pool = [pages.data] if pages.scales is None else [pages.data, pages.scales]
+    pool = mosaic_tpu.pool_arrays(pages)
     out, *written = _call(plan, scalars, inputs, pool)
     out = out[:, :, : plan.group, features.kept].reshape(batch, q.shape[1], features.v_dim)
     return out, KVPages(*written) if plan.writes else pages

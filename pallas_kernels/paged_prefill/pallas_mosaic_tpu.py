@@ -82,7 +82,7 @@ def paged_prefill(
     if sinks is not None:
         inputs.append(mosaic_tpu.sink_rows(sinks, plan.kv_heads, plan.tile, plan.rows))
     scalars = (*_items(plan, query_starts), query_starts, lengths, page_table.reshape(-1))
-    pool = [pages.data] if pages.scales is None else [pages.data, pages.scales]
+    pool = mosaic_tpu.pool_arrays(pages)
     out = _call(plan, scalars, inputs, pool)
     out = out.reshape(plan.kv_heads, -1, plan.group, features.sum_width).transpose(1, 0, 2, 3)
     return out[: plan.tokens, :, :, features.kept].reshape(plan.tokens, q.shape[1], features.v_dim), pages

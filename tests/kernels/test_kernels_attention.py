@@ -1,0 +1,116 @@
+"""Every attention case on every lowering that runs here, against the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import kernel_suite as suite
+import numpy as np
+import pytest
+
+from pallas_kernels.cases import AttentionCase, build_arguments
+from pallas_kernels.paged_decode import specs as decode_specs
+from pallas_kernels.paged_prefill import specs as prefill_specs
+from pallas_kernels.pages import is_quantized
+
+CASES = {"paged_decode": decode_specs.CASES, "paged_prefill": prefill_specs.CASES}
+# Interpret mode takes seconds a case: those that together touch every path of the TPU kernels run by default.
+QUICK_ON_TPU = {
+    "paged_decode": {
+        "ragged",
+        "bf16",
+        "d96",
+        "page_256",
+        "window",
+        "int8_bf16",
+        "fp8",
+        "read_only",
+        "all_empty",
+        "everything",
+        "everything_f32",
+    },
+    "paged_prefill": {"ragged", "bf16", "d80", "window", "everything", "all_empty"},
+}
+
+
+def parameters() -> list:
+    found = []
+    for operation, cases in CASES.items():
+        for name in suite.LOWERINGS:
+            for case in cases:
+                slow = case.slow or (name == suite.MOSAIC_TPU and case.name not in QUICK_ON_TPU[operation])
+                marks = [pytest.mark.slow] if slow else []
+                found.append(pytest.param(operation, name, case, id=f"{operation}-{name}-{case.name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("operation", "name", "case"), parameters())
+def test_agrees_with_the_oracle(operation: str, name: str, case: AttentionCase) -> None:
+    arguments = build_arguments(case)
+    expected, expected_pages = suite.oracle(operation)(*arguments.positional(case.spec), sinks=arguments.sinks)
+    out, pages = suite.run_attention(operation, name, case, arguments)
+    suite.check_output(out, expected, case.dtype, is_quantized(case.pool_dtype) and case.write)
+    suite.check_pages(pages, expected_pages)
+
+
+FAULTY = {
+    "paged_decode": AttentionCase("faults", lengths=(3, 16, 33), write=False),
+    "paged_prefill": AttentionCase("faults", lengths=(9, 33), chunks=(9, 7), write=False),
+}
+
+
+def plant(fault: str, case: AttentionCase) -> tuple:
+    """(right arguments, the same with a fault). Nothing visible to the fault is NaN: it must show in the numbers."""
+    arguments = build_arguments(case)
+    random = np.random.default_rng(1)
+    data = np.array(arguments.pages.data)
+    data[np.isnan(data)] = random.normal(size=np.isnan(data).sum())
+    arguments = dataclasses.replace(arguments, pages=dataclasses.replace(arguments.pages, data=data))
+    change = {
+        "nothing": {},
+        "value for key": {"pages": dataclasses.replace(arguments.pages, data=np.roll(data, case.head_dim, axis=-1))},
+        "page shifted by one": {"page_table": np.roll(arguments.page_table, 1, axis=1)},
+        "last token dropped": {"lengths": arguments.lengths - 1},
+        "mask off by one": {"lengths": arguments.lengths + 1},
+    }[fault]
+    return arguments, dataclasses.replace(arguments, **change)
+
+
+@pytest.mark.parametrize("name", suite.LOWERINGS)
+@pytest.mark.parametrize("operation", FAULTY)
+def test_planted_faults_fail_the_comparison(operation: str, name: str) -> None:
+    case = FAULTY[operation]
+    faults = ("nothing", "value for key", "page shifted by one", "last token dropped", "mask off by one")
+    for fault in faults:
+        right, wrong = plant(fault, case)
+        expected, _ = suite.oracle(operation)(*right.positional(case.spec))
+        out, _ = suite.run_attention(operation, name, case, wrong)
+        if fault == "nothing":
+            suite.check_output(out, expected, case.dtype, quantized=False)
+        else:
+            with pytest.raises(AssertionError, match="errors should be"):
+                suite.check_output(out, expected, case.dtype, quantized=False)
+
+
+@pytest.mark.parametrize("name", suite.LOWERINGS)
+def test_a_window_off_by_one_fails_the_comparison(name: str) -> None:
+    case = AttentionCase("window", lengths=(20, 33), window=8, write=False)
+    right, wrong = plant("nothing", case)
+    expected, _ = suite.oracle("paged_decode")(*right.positional(case.spec))
+    out, _ = suite.run_attention("paged_decode", name, dataclasses.replace(case, window=9), wrong)
+    with pytest.raises(AssertionError, match="errors should be"):
+        suite.check_output(out, expected, case.dtype, quantized=False)
+
+
+def test_the_oracle_agrees_with_dense_attention() -> None:
+    """The oracle itself against one einsum over a sequence that is contiguous in its pages."""
+    case = AttentionCase("dense", lengths=(20,), chunks=(20,), q_heads=4, kv_heads=2, window=7, softcap=3.0, sinks=True)
+    arguments = build_arguments(case)
+    out, _ = suite.oracle("paged_prefill")(*arguments.positional(case.spec), sinks=arguments.sinks)
+    k, v = (np.repeat(x.astype(np.float64), 2, axis=1) for x in (arguments.k, arguments.v))
+    scores = 3 * np.tanh(np.einsum("ihd,jhd->hij", arguments.q, k) * case.spec.scale / 3)
+    i, j = np.indices((20, 20))
+    scores = np.where((j <= i) & (j > i - 7), scores, -np.inf)
+    weights = np.exp(scores)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(arguments.sinks)[:, None, None]
+    np.testing.assert_allclose(out, np.einsum("hij,jhd->ihd", weights, v), atol=1e-5)

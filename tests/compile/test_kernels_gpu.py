@@ -154,9 +154,12 @@ def test_kv_write_equals_the_oracle():
     assert interpret("kv_write", names) == "".join(f"{name} ok\n" for name in names)
 
 
-@pytest.mark.parametrize("fault", ["mask", "swap", "page", "last", "clear"])
-def test_faults_are_seen(fault):
-    assert "wrong" in interpret("decode", ["bf16"], fault)
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [("mask", "wide_table"), ("swap", "bf16"), ("page", "bf16"), ("last", "bf16"), ("clear", "bf16")],
+)
+def test_faults_are_seen(fault, case):
+    assert "wrong" in interpret("decode", [case], fault)
 
 
 @pytest.mark.parametrize("fault", ["swap", "page", "clear"])

@@ -74,13 +74,7 @@ class Operands:
 
     def converted_bytes(self, tile: int) -> int:
         """Bytes of the converted copy of one tile, 0 where none is needed."""
-        features = self.k_dim if self.shares_terms else self.k_dim + self.v_dim
-        return tile * features * 2 * self.page_terms if self.converts else 0
-
-    @property
-    def shares_terms(self) -> bool:
-        """Whether converted values take the place of converted keys, once the scores are done."""
-        return self.k_dim == self.v_dim
+        return tile * (self.k_dim + self.v_dim) * 2 * self.page_terms if self.converts else 0
 
 
 def operands_of(q_dtype: Any, pages: KVPages, spec: AttentionSpec) -> Operands:
@@ -139,9 +133,10 @@ def unsupported_attention(q: Any, pages: KVPages, spec: AttentionSpec) -> str | 
             f"The Mosaic GPU kernel cannot multiply {q_dtype.name} queries with {page_dtype.name} pages; give both one "
             "type."
         )
-    for name, dim in (("key", k_dim), ("value", v_dim)):
-        if dim % 16 or dim > 256:
-            return f"The Mosaic GPU kernel needs a {name} width that is a multiple of 16 up to 256, not {dim}."
+    if k_dim != v_dim:
+        return f"The Mosaic GPU kernel needs keys and values of one width, not {k_dim} and {v_dim}."
+    if k_dim % 16 or k_dim > 256:
+        return f"The Mosaic GPU kernel needs a head width that is a multiple of 16 up to 256, not {k_dim}."
     if pages.page_size % 8:
         return f"The Mosaic GPU kernel needs a page size that is a multiple of 8, not {pages.page_size}."
     if is_quantized(page_dtype) and pages.page_size % 32:
@@ -176,8 +171,8 @@ def operand_memory(shape: tuple[int, ...], dtype: Any, tile: int) -> Any:
 def tile_memory(operands: Operands, tile: int, stages: int) -> dict[str, Any]:
     """Shared memory of a ring of `stages` tiles of keys and values: 'k', 'v', and 'scales' for quantized pages.
 
-    Where the pages' type is no matrix operand, the ring is plain and 'k_terms' and 'v_terms' hold one converted
-    tile; without 'v_terms' the values take the place of the keys.
+    Where the pages' type is no matrix operand, the ring is plain and 'terms' holds one tile's keys as such, and after
+    them its values.
     """
     k_shape, v_shape = (stages, tile, operands.k_dim), (stages, tile, operands.v_dim)
     if not operands.converts:
@@ -188,10 +183,8 @@ def tile_memory(operands: Operands, tile: int, stages: int) -> dict[str, Any]:
     memory = {
         "k": plgpu.SMEM(k_shape, operands.page_dtype),
         "v": plgpu.SMEM(v_shape, operands.page_dtype),
-        "k_terms": operand_memory((operands.page_terms, tile, operands.k_dim), operands.dtype, tile),
+        "terms": operand_memory((operands.page_terms, tile, operands.k_dim), operands.dtype, tile),
     }
-    if not operands.shares_terms:
-        memory["v_terms"] = operand_memory((operands.page_terms, tile, operands.v_dim), operands.dtype, tile)
     if operands.quantized:
         memory["scales"] = plgpu.SMEM((stages, 2, tile), jnp.float32)
     return memory
@@ -219,7 +212,9 @@ def base2_scores(products: jax.Array, spec: AttentionSpec) -> jax.Array:
     """q.k in float32 to scores whose power of two is the softmax numerator: scale and soft-cap applied."""
     if spec.softcap is None:
         return products * (spec.scale * LOG2E)
-    return jnp.tanh(products * (spec.scale / spec.softcap)) * (spec.softcap * LOG2E)
+    # tanh by one power of two: the hardware's own tanh keeps 11 bits, too few for a cap of 50.
+    power = jnp.exp2(products * (spec.scale / spec.softcap * 2 * LOG2E))
+    return (1.0 - 2.0 / (power + 1.0)) * (spec.softcap * LOG2E)
 
 
 def along_rows(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -283,22 +278,27 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def operand_tiles(memory: dict[str, Any], kind: str, slot: Any, operands: Operands) -> list[Any]:
-    """The tile's keys ('k') or values ('v') as matrix operands, one for each 16-bit term; converts them if need be.
+def convert(
+    raw: Any, terms: list[Any], operands: Operands, keep: Callable[[jax.Array], jax.Array] | None = None
+) -> None:
+    """Rewrite a tile of page rows as 16-bit terms, a few columns at a time so that registers suffice.
 
-    Scales stay out of it: they are applied to scores and weights, which are fewer.
+    keep: row numbers -> whether to keep or to zero them; None keeps all. Scales stay out of it: they are applied to
+    scores and weights, which are fewer.
     """
-    if not operands.converts:
-        return [memory[kind].at[slot]]
-    target = memory["k_terms" if operands.shares_terms else f"{kind}_terms"]
-    raw = load_as(memory[kind].at[slot], plgpu.Layout.WGMMA)
-    if jnp.dtype(raw.dtype) == jnp.float8_e4m3fn:
-        # The hardware turns float8 into float16 alone; every step is exact.
-        raw = raw.astype(jnp.float16).astype(jnp.float32)
-    for term, part in enumerate(split_terms(raw, operands.page_terms, operands.dtype)):
-        target[term] = part
+    rows, columns = raw.shape
+    width = 64 if columns % 64 == 0 else columns
+    for start in range(0, columns, width):
+        part = pl.ds(start, width)
+        values = load_as(raw.at[:, part], plgpu.Layout.WGMMA)
+        if jnp.dtype(values.dtype) == jnp.float8_e4m3fn:
+            # The hardware turns float8 into float16 alone; every step is exact.
+            values = values.astype(jnp.float16).astype(jnp.float32)
+        for term, value in zip(terms, split_terms(values, operands.page_terms, operands.dtype), strict=True):
+            if keep is not None:
+                value = jnp.where(keep(iota((rows, width), 0)), value, jnp.zeros((rows, width), value.dtype))
+            term[:, part] = value
     plgpu.commit_smem()
-    return [target.at[term] for term in range(operands.page_terms)]
 
 
 def clear_rows(ref: Any, keep: Callable[[jax.Array], jax.Array]) -> None:

@@ -8,6 +8,7 @@ donated pool nothing else of it moves. Quantizing is elementwise work on a few r
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._gpu_attention import LANE, unsupported_here
 from pallas_kernels.pages import KVPages, quantize_rows
 
-# The bytes of a counted copy are shared out over the 128 threads that wait for it.
-COPY_BYTES_MULTIPLE = 128
-MAX_BLOCK_BYTES = 96 * 1024
+# Shared-memory addresses of copies are multiples of 128 bytes, and so are the bytes of a copy that is waited for
+# (the 128 threads share them out). Rows that are not, as a lone head of 80 features, are padded before the kernel.
+ALIGNMENT = 128
+BLOCK_TOKENS = 4
+MAX_BLOCK_BYTES = 220 * 1024
 
 
 def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> str | None:
@@ -37,19 +40,17 @@ def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> 
             return f"The GPU's copy engine moves multiples of 16 bytes, but a {name} row has {dim * item}."
         if dim > 256 or pages.kv_heads > 256:
             return f"One copy of the GPU takes at most 256 heads of 256 features, not {pages.kv_heads} of {dim}."
-    if tokens_per_block(pages, k.shape[-1], v.shape[-1]) is None:
+    dims = (k.shape[-1], v.shape[-1])
+    if BLOCK_TOKENS * padded_heads(pages.kv_heads, dims, item) * sum(dims) * item > MAX_BLOCK_BYTES:
         return f"The rows of {pages.kv_heads} heads do not fit a block's shared memory."
     return None
 
 
-def tokens_per_block(pages: KVPages, k_dim: int, v_dim: int) -> int | None:
-    """Tokens of a block: 4, or more where few heads make the copies too small to be counted; None when none fits."""
-    item = jnp.dtype(pages.data.dtype).itemsize
-    for tokens in (4, 2, 8, 16, 1):
-        row_bytes = [tokens * pages.kv_heads * dim * item for dim in (k_dim, v_dim)]
-        if all(size % COPY_BYTES_MULTIPLE == 0 for size in row_bytes) and sum(row_bytes) <= MAX_BLOCK_BYTES:
-            return tokens
-    return None
+def padded_heads(heads: int, dims: tuple[int, int], item: int) -> int:
+    """Heads rounded up so that one token's keys, and its values, are whole units of the copy engine."""
+    units = [ALIGNMENT // math.gcd(ALIGNMENT, dim * item) for dim in dims]
+    unit = math.lcm(*units)
+    return -(-heads // unit) * unit
 
 
 def kv_write(
@@ -62,20 +63,21 @@ def kv_write(
         v, v_scales = quantize_rows(v, pages.data.dtype)
         scales = scales.at[page_ids, 0, :, offsets].set(k_scales).at[page_ids, 1, :, offsets].set(v_scales)
     k, v = k.astype(pages.data.dtype), v.astype(pages.data.dtype)
-    tokens = tokens_per_block(pages, k.shape[-1], v.shape[-1])
-    assert tokens is not None
-    # Padding tokens go to page 0, as every padding does.
-    missing = -k.shape[0] % tokens
-    k, v = (jnp.pad(rows, ((0, missing), (0, 0), (0, 0))) for rows in (k, v))
-    page_ids, offsets = (jnp.pad(index, (0, missing)) for index in (page_ids, offsets))
-    return KVPages(_scatter_rows(k, v, pages.data, page_ids, offsets, tokens, interpret), scales)
+    # Padding tokens go to page 0, as every padding does; padding heads go nowhere.
+    more_tokens = -k.shape[0] % BLOCK_TOKENS
+    item = jnp.dtype(pages.data.dtype).itemsize
+    more_heads = padded_heads(pages.kv_heads, (k.shape[-1], v.shape[-1]), item) - pages.kv_heads
+    k, v = (jnp.pad(rows, ((0, more_tokens), (0, more_heads), (0, 0))) for rows in (k, v))
+    page_ids, offsets = (jnp.pad(index, (0, more_tokens)) for index in (page_ids, offsets))
+    return KVPages(_scatter_rows(k, v, pages.data, page_ids, offsets, interpret), scales)
 
 
 def _scatter_rows(
-    k: jax.Array, v: jax.Array, data: jax.Array, page_ids: jax.Array, offsets: jax.Array, tokens: int, interpret: Any
+    k: jax.Array, v: jax.Array, data: jax.Array, page_ids: jax.Array, offsets: jax.Array, interpret: Any
 ) -> jax.Array:
-    """The pool with k and v at (page_ids, offsets); their number is a multiple of `tokens`."""
-    total, kv_heads, k_dim = k.shape
+    """The pool with k and v at (page_ids, offsets); their number is a multiple of BLOCK_TOKENS, heads may be padded."""
+    total, stored_heads, k_dim = k.shape
+    tokens, heads = BLOCK_TOKENS, pl.ds(0, data.shape[1])
     v_dim = v.shape[-1]
 
     def body(
@@ -87,8 +89,8 @@ def _scatter_rows(
         targets = [(page_ref[first + token], offset_ref[first + token]) for token in range(tokens)]
         plgpu.barrier_wait(ready)
         for token, (page, offset) in enumerate(targets):
-            plgpu.copy_smem_to_gmem(k_rows.at[token], pool.at[page, :, offset, pl.ds(0, k_dim)])
-            plgpu.copy_smem_to_gmem(v_rows.at[token], pool.at[page, :, offset, pl.ds(k_dim, v_dim)])
+            plgpu.copy_smem_to_gmem(k_rows.at[token, heads], pool.at[page, :, offset, pl.ds(0, k_dim)])
+            plgpu.copy_smem_to_gmem(v_rows.at[token, heads], pool.at[page, :, offset, pl.ds(k_dim, v_dim)])
         plgpu.wait_smem_to_gmem(0)
 
     pool = jax.new_ref(data)
@@ -96,8 +98,8 @@ def _scatter_rows(
         body,
         out_type=(),
         scratch_types=[
-            plgpu.SMEM((tokens, kv_heads, k_dim), data.dtype),
-            plgpu.SMEM((tokens, kv_heads, v_dim), data.dtype),
+            plgpu.SMEM((tokens, stored_heads, k_dim), data.dtype),
+            plgpu.SMEM((tokens, stored_heads, v_dim), data.dtype),
             plgpu.Barrier(num_arrivals=2),
         ],
         grid=(total // tokens,),

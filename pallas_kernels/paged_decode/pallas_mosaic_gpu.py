@@ -60,7 +60,7 @@ def plan_of(batch: int, group: int, kv_heads: int, max_positions: int, operands:
     The tile is 64 positions. Stages fill half a multiprocessor's shared memory, or all
     of it for tiles so large that two blocks do not fit. Splits fill twice the multiprocessors.
     """
-    fixed = operands.query_terms * ROWS * operands.k_dim * 2 + operands.converted_bytes(TILE) + 2048
+    fixed = operands.query_terms * ROWS * operands.k_dim * 2 + operands.converted_bytes(TILE) // 2 + 2048
     for budget in (BLOCK_BUDGET_BYTES, gpu.SHARED_MEMORY_BYTES - 2048):
         stages = min((budget - fixed) // operands.raw_bytes(TILE), MAX_STAGES)
         if stages >= 2:
@@ -244,6 +244,17 @@ def _run_block(
             plgpu.copy_gmem_to_smem(inputs["sinks"].at[head], sink, query_barrier)
         plgpu.barrier_wait(query_barrier)
 
+        def operand_tiles(kind: str, slot: jax.Array, keep: Any = None) -> list[Any]:
+            tile = memory[kind].at[slot]
+            if not operands.converts:
+                if keep is not None:
+                    gpu.clear_rows(tile, keep)
+                return [tile]
+            # The scores are done when the values take the keys' place.
+            terms = [memory["terms"].at[term] for term in range(operands.page_terms)]
+            gpu.convert(tile, terms, operands, keep)
+            return terms
+
         def step(
             index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], *, masked: bool
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -256,7 +267,7 @@ def _run_block(
                 positions = offsets + start
                 return (positions < length) & (positions >= first_visible)
 
-            keys = gpu.operand_tiles(memory, "k", slot, operands)
+            keys = operand_tiles("k", slot)
             products = gpu.score_products([query.at[term] for term in range(operands.query_terms)], keys, operands)
             scales = None
             if operands.quantized:
@@ -272,10 +283,7 @@ def _run_block(
                 weights = weights * gpu.along_columns(scales[1], weights.shape)
                 if masked:
                     weights = jnp.where(seen(gpu.iota(weights.shape, 1)), weights, 0.0)
-            value_tiles = gpu.operand_tiles(memory, "v", slot, operands)
-            if masked:
-                for tile in value_tiles:
-                    gpu.clear_rows(tile, seen)
+            value_tiles = operand_tiles("v", slot, seen if masked else None)
             values = values * gpu.along_rows(factor, values.shape)
             values = gpu.add_weighted_values(values, weights, value_tiles, operands, interpret)
             pl.when(index + plan.stages < tiles)(lambda: fetch(index + plan.stages, slot))

@@ -76,7 +76,7 @@ def plan_of(group: int, q_dtype: Any, operands: gpu.Operands) -> Plan | None:
     for tile in (128, 64):
         if tile == 128 and (operands.converts or max(operands.k_dim, operands.v_dim) > 128):
             continue
-        converted = tile * (operands.k_dim + operands.v_dim) * 2 * operands.page_terms if operands.converts else 0
+        converted = operands.converted_bytes(tile)
         for term_stages in (2, 1) if operands.converts else (0,):
             free = gpu.SHARED_MEMORY_BYTES - fixed - term_stages * (converted + 8 * tile)
             stages = min(free // operands.raw_bytes(tile), 2 if operands.converts else MAX_STAGES)
@@ -385,6 +385,11 @@ class _Block:
             raw_slot = lax.rem(index, jnp.int32(plan.stages))
             slot = lax.rem(index, jnp.int32(plan.term_stages))
             start = (span.begin + index) * plan.tile
+
+            def seen(offsets: jax.Array) -> jax.Array:
+                positions = offsets + start
+                return (positions < span.limit) & (positions >= span.first_visible)
+
             for kind in ("k", "v"):
                 plgpu.barrier_wait(barriers[f"{kind}_raw"].at[raw_slot])
 
@@ -392,19 +397,14 @@ class _Block:
                 def _(kind: str = kind) -> None:
                     plgpu.barrier_wait(barriers[f"{kind}_free"].at[slot])
 
-                raw = gpu.load_as(memory[f"{kind}_raw"].at[raw_slot], plgpu.Layout.WGMMA)
-                if jnp.dtype(raw.dtype) == jnp.float8_e4m3fn:
-                    raw = raw.astype(jnp.float16).astype(jnp.float32)
-                positions = gpu.iota(raw.shape, 0) + start
-                seen = (positions < span.limit) & (positions >= span.first_visible)
-                for term, part in enumerate(gpu.split_terms(raw, operands.page_terms, operands.dtype)):
-                    memory[kind][slot, term] = jnp.where(seen, part, jnp.zeros(part.shape, part.dtype))
+                terms = [memory[kind].at[slot, term] for term in range(operands.page_terms)]
+                gpu.convert(memory[f"{kind}_raw"].at[raw_slot], terms, operands, seen)
                 if operands.quantized:
                     which = int(kind == "v")
                     scales = gpu.load_as(memory["scales_raw"].at[raw_slot, which], plgpu.Layout.WGMMA.reduce(1))
-                    places = plgpu.layout_cast(lax.iota(jnp.int32, plan.tile), plgpu.Layout.WGMMA.reduce(1)) + start
-                    inside = (places < span.limit) & (places >= span.first_visible)
-                    memory["scales"][slot, which] = jnp.where(inside, scales, jnp.zeros(scales.shape, scales.dtype))
+                    places = plgpu.layout_cast(lax.iota(jnp.int32, plan.tile), plgpu.Layout.WGMMA.reduce(1))
+                    kept = jnp.where(seen(places), scales, jnp.zeros(scales.shape, scales.dtype))
+                    memory["scales"][slot, which] = kept
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers[f"{kind}_ready"].at[slot])
 

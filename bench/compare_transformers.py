@@ -48,8 +48,15 @@ Measure = Callable[[Request], Sequence[float]]
 
 def open_jaxinfer(model: Path, dtype: str) -> Measure:
     """The jaxinfer side: greedy decode steps and prefills, every one waited for."""
-    measure_steps = importlib.import_module("jaxinfer.engine.step_times").measure_steps
-    return lambda request: measure_steps(model, dtype=dtype, **asdict(request))
+    # Imported here: the processors must be chosen before jax starts its threads.
+    timer = importlib.import_module("jaxinfer.engine.step_times").StepTimer(str(model), dtype=dtype)
+
+    def measure(request: Request) -> Sequence[float]:
+        if request.measure == "decode":
+            return timer.decode(request.batch, request.length, request.repeats)
+        return timer.prefill(request.length, request.repeats)
+
+    return measure
 
 
 class TransformersPeer:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-from checkpoints import open_checkpoint
+from checkpoints import Tokenizer, open_checkpoint
 from jaxinfer.engine.engine import Engine
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime.compilation_cache import enable_compilation_cache
@@ -15,6 +15,7 @@ from jaxinfer.runtime.limits import RunnerLimits
 from jaxinfer.runtime.loading import check_tokenizer, decoder_config, load_params
 from jaxinfer.runtime.programs import Progress
 from jaxinfer.runtime.runner import Runner
+from jaxinfer.runtime.steps import Params
 
 GIB = 1024**3
 CPU_CACHE_GIB = 1.0
@@ -61,6 +62,15 @@ class EngineOptions:
         return cls(**options)
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint on the device."""
+
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer
+
+
 def build_engine(model: str, options: EngineOptions | None = None, on_progress: Progress | None = None) -> Engine:
     """Open a checkpoint, load it, allocate the cache and compile every program.
 
@@ -69,14 +79,20 @@ def build_engine(model: str, options: EngineOptions | None = None, on_progress: 
     Raises ValueError, one sentence, when the model or the options cannot be used.
     """
     options = options or EngineOptions()
+    loaded = load_model(model, options, on_progress)
+    runner = Runner(loaded.config, loaded.params, limits_for(loaded.config, options), on_progress)
+    return Engine(runner, loaded.tokenizer, mode=options.mode, seed=options.seed)
+
+
+def load_model(model: str, options: EngineOptions, on_progress: Progress | None = None) -> LoadedModel:
+    """The part of `build_engine` before the runner: parameters on the device, and the tokenizer."""
     enable_compilation_cache()
     with open_checkpoint(model, progress=on_progress) as checkpoint:
         config = decoder_config(checkpoint, dtype=options.dtype, attention=options.attention)
+        limits_for(config, options)  # refuses contradictions before the long part
         tokenizer = checkpoint.tokenizer()
         check_tokenizer(tokenizer.vocab_size, config)
-        params = load_params(checkpoint, config, on_progress)
-    runner = Runner(config, params, limits_for(config, options), on_progress)
-    return Engine(runner, tokenizer, mode=options.mode, seed=options.seed)
+        return LoadedModel(config, load_params(checkpoint, config, on_progress), tokenizer)
 
 
 def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:

@@ -233,7 +233,9 @@ class _Kernel:
     def _groups(self, run: Any) -> list[tuple[Any, Any]]:
         """(in the pool, in vector memory) of the run's group, and of its scales."""
         slot, page = lax.rem(run, SLOTS), self.page[run]
-        rows = pl.ds(self._place(run)[0], self.plan.group)
+        # A whole page is named as such: a slice of it, even a full one, would have to be known to be aligned.
+        whole = self.plan.group == self.plan.page_size
+        rows = slice(None) if whole else pl.ds(self._place(run)[0], self.plan.group)
         pairs = [(self.pool[0].at[page, :, rows, :], self.scratch["group"].at[slot])]
         if self.plan.scaled:
             pairs.append((self.pool[1].at[page, :, :, rows], self.scratch["scales"].at[slot]))

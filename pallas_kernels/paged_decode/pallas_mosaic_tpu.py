@@ -349,7 +349,9 @@ class _Kernel:
 
     def _write_copies(self, page: Any, start: Any, target: Any) -> list[Any]:
         semaphore = self.scratch["write_semaphores"].at[target]
-        rows = pl.ds(start, self.plan.write_rows)
+        # A whole page is named as such: a slice of it, even a full one, would have to be known to be aligned.
+        whole = self.plan.write_rows == self.blocks.page_size
+        rows = slice(None) if whole else pl.ds(start, self.plan.write_rows)
         copies = [
             pltpu.make_async_copy(self.scratch["changed"].at[target], self.blocks.pool.at[page, :, rows, :], semaphore)
         ]

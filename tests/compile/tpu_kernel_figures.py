@@ -48,7 +48,7 @@ def call_of(operation: str, case: Any) -> tuple[Any, tuple, int]:
 
 
 def figures(device: Any, operation: str, case: Any) -> dict[str, Any]:
-    """What the compiler says about one case; `error` alone where it cannot be compiled."""
+    """What the compiler says about one case; `refused` or `error` alone where there is none."""
     started = time.perf_counter()
     try:
         function, arguments, at = call_of(operation, case)
@@ -56,7 +56,10 @@ def figures(device: Any, operation: str, case: Any) -> dict[str, Any]:
         return {"refused": str(refusal)}
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    compiled = jax.jit(function, donate_argnums=at).lower(*arguments).compile()
+    try:
+        compiled = jax.jit(function, donate_argnums=at).lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error)[:2000]}
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pool = arguments[at].data.shape
     shape = f"[{','.join(map(str, pool))}]"

@@ -1,0 +1,28 @@
+"""`jaxinfer convert`: any checkpoint as an Orbax directory."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxinfer.cli._errors import user_mistakes
+from jaxinfer.cli._options import MODEL_HELP
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    about = "Write a model as an Orbax directory, which loads without conversion and holds its tokenizer."
+    parser = commands.add_parser("convert", help="write a model as an Orbax directory", description=about)
+    parser.add_argument("source", metavar="SRC", help=MODEL_HELP.partition(" (default")[0])
+    parser.add_argument("destination", metavar="DST", help="the directory to make; it must not exist yet")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert and say where it lies."""
+    from checkpoints import convert
+    from jaxinfer.cli._progress import progress_bars
+
+    with user_mistakes(), progress_bars() as progress:
+        written = convert(options.source, options.destination, progress=progress)
+    print(f"Wrote {written}")
+    return 0

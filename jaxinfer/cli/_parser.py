@@ -1,0 +1,65 @@
+"""An argument parser that tells a mistake in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxinfer.cli._errors import UserMistake
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserMistake instead of printing its usage and leaving; options cannot be abbreviated."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            **settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=True
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments."""
+        raise UserMistake(f"{message.rstrip('.')}; see `{self.prog} --help`.")
+
+
+def whole_number(text: str) -> int:
+    """An integer, for argparse."""
+    return _converted(int, text, "a whole number")
+
+
+def number(text: str) -> float:
+    """A number, for argparse."""
+    return _converted(float, text, "a number")
+
+
+def positive(text: str) -> int:
+    """An integer above 0, for argparse."""
+    value = whole_number(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return value
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Integers above 0 with commas between them, for argparse."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Integers with commas between them, for argparse."""
+    return tuple(whole_number(part) for part in text.split(","))
+
+
+def id_and_bias(text: str) -> tuple[int, float]:
+    """ID=BIAS, for argparse."""
+    token_id, equals, bias = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, for instance 504=-2.5")
+    return whole_number(token_id), number(bias)
+
+
+def _converted(convert: Callable[[str], Any], text: str, wanted: str) -> Any:
+    try:
+        return convert(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None

@@ -1,0 +1,133 @@
+"""What `generate` and the chat share: from options to an engine, from prompts to outputs."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from checkpoints import Checkpoint, Tokenizer, open_checkpoint
+from jaxinfer.cli._errors import UserMistake, user_mistakes
+from jaxinfer.cli._options import engine_options, sampling_params
+from jaxinfer.cli._progress import progress_bars
+from jaxinfer.core.sampling_params import SamplingParams
+from jaxinfer.engine import Engine, OutputKind, RequestMetrics, RequestOutput, Runner
+from jaxinfer.engine.prompts import Prompt
+
+MOST_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model that serves, how it is to sample, and the prompts as the engine takes them."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    params: SamplingParams
+    prompts: tuple[Prompt, ...]
+
+
+def prepare(options: argparse.Namespace, encode: Callable[[Tokenizer], Sequence[Prompt]]) -> Job:
+    """Load and compile the model that the options name, for the prompts that `encode` makes with its tokenizer.
+
+    Whatever the model, the options or the prompts have wrong is refused before the long part.
+    """
+    sampling_params(options, {})  # a mistake here must not wait for a download
+    with progress_bars() as progress:
+        with user_mistakes(), open_checkpoint(options.model, progress=progress) as checkpoint:
+            params = sampling_params(options, checkpoint.generation_config)
+            tokenizer = checkpoint.tokenizer()
+            prompts = tuple(encode(tokenizer))
+            # A hub model is opened again by its directory, so that the hub is asked once.
+            source = options.model if checkpoint.directory is None else str(checkpoint.directory)
+            require_device()
+            slots = min(MOST_SLOTS, max(1, len(prompts)) * params.n)
+            engine = engine_options(options, max_slots=slots)
+            _refuse_early(checkpoint, tokenizer, engine, prompts, params)
+        from jaxinfer.engine.build import build_engine
+
+        with user_mistakes():
+            return Job(build_engine(source, engine, progress), tokenizer, params, prompts)
+
+
+def require_device() -> Any:
+    """jax's first device; UserMistake when the backend that was asked for is not there."""
+    import jax
+
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        raise UserMistake(f"jax finds no device to run on: {str(error).splitlines()[0].rstrip('.')}.") from error
+
+
+def serve(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, kind: OutputKind, interrupted: Callable[[], bool]
+) -> Iterator[tuple[int, RequestOutput]]:
+    """Run the prompts as one batch; every output as it comes, with its prompt's number.
+
+    After an interrupt, those that are unfinished end with what they have.
+    """
+    with user_mistakes():
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, params, output_kind=kind)
+    while engine.has_unfinished:
+        if interrupted():
+            aborted = (engine.abort(str(number)) for number in range(len(prompts)))
+            outputs = [output for output in aborted if output is not None]
+        else:
+            outputs = engine.step()
+        for output in outputs:
+            yield int(output.request_id), output
+
+
+def chat_messages(system: str | None, prompt: str) -> list[Mapping[str, str]]:
+    """A conversation of one question."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def statistics_line(finished: Sequence[RequestMetrics]) -> str:
+    """Tokens and times of the requests of one batch."""
+    prompt_tokens = sum(metrics.num_prompt_tokens for metrics in finished)
+    new_tokens = sum(metrics.num_output_tokens for metrics in finished)
+    batch, note = ("", "") if len(finished) == 1 else (f"{len(finished)} prompts, ", " (medians)")
+    ttft = _median_ms([metrics.ttft_s for metrics in finished])
+    itl = _median_ms([metrics.itl_s for metrics in finished])
+    rate = new_tokens / max(metrics.e2e_s for metrics in finished)
+    counts = f"{batch}{_count(prompt_tokens, 'prompt token')}, {_count(new_tokens, 'new token')}"
+    return f"{counts}; TTFT {ttft}, ITL {itl}{note}, {rate:.1f} tok/s"
+
+
+def print_statistics(finished: Sequence[RequestMetrics]) -> None:
+    """The closing line, on standard error."""
+    from rich.console import Console
+
+    if finished:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(statistics_line(finished), style="dim", markup=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _median_ms(seconds: Sequence[float | None]) -> str:
+    known = [value for value in seconds if value is not None]
+    return f"{1e3 * statistics.median(known):.1f} ms" if known else "-"
+
+
+def _refuse_early(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, options: Any, prompts: Sequence[Prompt], params: SamplingParams
+) -> None:
+    """Raise ValueError for what an engine of these options would refuse, without building it."""
+    from jaxinfer.engine.build import limits_for
+    from jaxinfer.runtime.loading import decoder_config
+
+    config = decoder_config(checkpoint, dtype=options.dtype, attention=options.attention)
+    idle_runner = cast(Runner, SimpleNamespace(limits=limits_for(config, options)))
+    trial = Engine(idle_runner, tokenizer, mode=options.mode)
+    for number, prompt in enumerate(prompts):
+        trial.add_request(str(number), prompt, params)

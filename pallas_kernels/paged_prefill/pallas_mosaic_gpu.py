@@ -296,7 +296,7 @@ class _Block:
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
-            plgpu.set_max_registers(104 if self.operands.converts else 40, action="decrease")
+            plgpu.set_max_registers(104 if self.operands.converts else 24, action="decrease")
             if self.operands.converts:
                 self._copy_and_convert(inputs, memory, barriers, span)
             else:
@@ -304,7 +304,7 @@ class _Block:
 
         @pl.when(warpgroup < MULTIPLIERS)
         def _multiply() -> None:
-            plgpu.set_max_registers(200 if self.operands.converts else 232, action="increase")
+            plgpu.set_max_registers(200 if self.operands.converts else 240, action="increase")
             query, result = queries[0] if len(queries) == 1 else queries
             self._multiply(inputs, out, memory, query, result, barriers, span, table, warpgroup)
 

@@ -131,4 +131,5 @@ def _print_table(about: dict[str, Any], steps: Sequence[StepTime]) -> None:
     )
     console = Console()
     # Figures must not be cut where standard output is a file or a narrow terminal.
-    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False, no_wrap=True)
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    Console(width=max(console.width, needed)).print(table)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.build import EngineOptions  # imports jax, which --help and bad arguments must not wait for
 
 DEFAULT_MAX_TOKENS = 256
+DEFAULT_MODEL = "smollm2-135m-instruct"  # as `checkpoints` has it, whose import --help need not wait for
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ ENGINE_FLAGS = (
 
 MODEL_HELP = (
     "a directory in Hugging Face or Orbax layout, a .gguf file, a hub id such as organisation/name, or a named model "
-    "(default: smollm2-135m-instruct, fetched on first use)"
+    f"(default: {DEFAULT_MODEL}, fetched on first use)"
 )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Declare --model."""
-    parser.add_argument("--model", default="smollm2-135m-instruct", metavar="M", help=MODEL_HELP)
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="M", help=MODEL_HELP)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

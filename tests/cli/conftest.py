@@ -1,44 +1,16 @@
-"""A model of a few kilobytes with a tokenizer: the golden Llama weights and one token per ASCII character."""
+"""Runs of the command inside the test process, on one engine that is built once."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
+import io
+import sys
+from types import SimpleNamespace
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_model import write_model
 
 from jaxinfer.cli import main
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "llama-tied"
-SPECIAL = ["<unk>", "<s>", "</s>"]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
-SMALL = ["--max-context", "64", "--max-batched-tokens", "64"]
-"""Engine options that leave little to compile."""
-
-
-def write_tokenizer(directory: Path, template: str | None) -> None:
-    characters = ["\n", *map(chr, range(32, 127))]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
-    built = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
-    built.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    built.decoder = decoders.Fuse()
-    built.add_special_tokens(SPECIAL)
-    built.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def write_model(directory: Path, template: str | None = TEMPLATE, **generation: object) -> Path:
-    """The tiny model; `generation` replaces its generation_config.json."""
-    shutil.copytree(GOLDEN, directory, ignore=shutil.ignore_patterns("expected.npz"))
-    (directory / "generation_config.json").write_text(json.dumps(generation))
-    write_tokenizer(directory, template)
-    return directory
+from jaxinfer.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -60,3 +32,51 @@ def refusal(capsys):
         return captured.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_runner(tiny_model):
+    """The tiny model with two slots, compiled."""
+    from jaxinfer.engine import build
+
+    return build.build_engine(
+        tiny_model, build.EngineOptions(max_slots=2, max_context=64, max_batched_tokens=64)
+    ).runner
+
+
+@pytest.fixture
+def engine_builds(monkeypatch, tiny_runner):
+    """Make every engine run on the runner that is there already; lists the (model, options) that were asked for."""
+    from jaxinfer.engine import build
+
+    asked = []
+
+    def build_engine(model, options, on_progress=None):
+        asked.append(SimpleNamespace(model=model, options=options))
+        tiny_runner.reset()
+        with build.open_checkpoint(model) as checkpoint:
+            return Engine(tiny_runner, checkpoint.tokenizer(), mode=options.mode)
+
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    return asked
+
+
+class TextInput(io.TextIOWrapper):
+    """Standard input with some content."""
+
+    def __init__(self, content: bytes, *, terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8")
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.fixture
+def standard_input(monkeypatch):
+    """Replace standard input by some bytes."""
+
+    def replace(content: bytes, *, terminal: bool = False) -> None:
+        monkeypatch.setattr(sys, "stdin", TextInput(content, terminal=terminal))
+
+    return replace

@@ -1,0 +1,129 @@
+"""Help, versions, info, convert, bench steps, and the option tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+import jaxinfer
+from checkpoints import DEFAULT_MODEL, NAMED_MODELS, open_checkpoint
+from jaxinfer.cli import _options, main
+from jaxinfer.core.sampling_params import SamplingParams
+from jaxinfer.engine.build import EngineOptions
+from pallas_kernels.dispatch import LOWERINGS
+
+
+def test_every_field_has_its_option():
+    assert {flag.field for flag in _options.SAMPLING_FLAGS} == {f.name for f in dataclasses.fields(SamplingParams)}
+    engine = {field.name for field in dataclasses.fields(EngineOptions)}
+    assert {flag.field for flag in _options.ENGINE_FLAGS} == engine - {"seed"}
+
+
+def test_what_is_written_down_twice_agrees():
+    choices = {flag.field: flag.choices for flag in _options.ENGINE_FLAGS}
+    assert choices["attention"] == ("auto", *LOWERINGS)
+    assert DEFAULT_MODEL in _options.MODEL_HELP
+    assert _options.DEFAULT_MODEL == DEFAULT_MODEL
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 5}, {"temperature": 0.0}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+        ),
+        ({"temperature": None, "top_k": None, "eos_token_id": 2}, {"temperature": 0.0}),
+    ],
+)
+def test_a_models_own_sampling(config, expected):
+    assert _options.model_defaults(config) == expected
+
+
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess:
+    start = ["-m", "jaxinfer.cli"] if code is None else ["-c", code]
+    return subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_help_versions_and_mistakes_do_not_wait_for_jax():
+    script = """
+import contextlib, sys
+from jaxinfer.cli import main
+for arguments in (["--help"], ["generate", "--help"], ["bench", "steps", "--help"], ["--version"], ["generate", "--x"]):
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+assert main([]) == 0
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+"""
+    done = run(code=script)
+    assert done.returncode == 0, done.stderr
+    assert f"jaxinfer {jaxinfer.__version__}\n" in done.stdout
+    assert "--repetition-penalty" in done.stdout
+    assert done.stderr.startswith("jaxinfer: ")
+
+
+def test_info(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["jaxinfer"] == jaxinfer.__version__
+    assert set(facts["versions"]) >= {"jax", "jaxlib", "flax", "python"}
+    assert facts["devices"]
+    assert set(facts["kernels"]) == {"paged_decode", "paged_prefill", "kv_write"}
+    assert all(kernel["choice"] in LOWERINGS and kernel["reason"] for kernel in facts["kernels"].values())
+    assert set(facts["named_models"]) == set(NAMED_MODELS)
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    for text in (facts["backend"], facts["caches"]["named models"]["path"], facts["kernels"]["paged_decode"]["reason"]):
+        assert text in shown
+
+
+def test_info_says_whether_a_model_is_cached(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path))
+    assert main(["info"]) == 0
+    assert f"{DEFAULT_MODEL}  not cached" in capsys.readouterr().out
+
+
+def test_convert(capsys, tiny_model, tmp_path):
+    destination = tmp_path / "converted"
+    assert main(["convert", tiny_model, str(destination)]) == 0
+    assert capsys.readouterr().out == f"Wrote {destination}\n"
+    with open_checkpoint(tiny_model) as before, open_checkpoint(destination) as after:
+        assert after.format == "orbax"
+        assert {name: info.shape for name, info in after.tensors.items()} == {
+            name: info.shape for name, info in before.tensors.items()
+        }
+
+
+@pytest.mark.slow
+def test_bench_steps(capsys, tiny_model):
+    sizes = ["--batch", "1,2", "--context", "16", "--prefill", "32", "--rounds", "4"]
+    assert main(["bench", "steps", "--model", tiny_model, *sizes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    steps = {(step["kind"], step["batch"], step["tokens"], step["context"]): step for step in result["steps"]}
+    assert set(steps) == {("prefill", 1, 32, 0), ("decode", 1, 1, 16), ("decode", 2, 1, 16)}
+    for step in steps.values():
+        assert 0 < step["min_s"] <= step["median_s"] <= step["max_s"]
+        assert step["floor_ratio"] == pytest.approx(step["median_s"] / step["floor_s"])
+    assert steps["decode", 1, 1, 16]["repeats"] == 4
+
+
+def test_the_table_of_bench_steps_is_not_cut(capsys, monkeypatch):
+    from jaxinfer.cli import _bench
+    from jaxinfer.engine.step_times import StepTime
+    from jaxinfer.runtime.cost import StepCost
+
+    monkeypatch.setenv("COLUMNS", "40")
+    step = StepTime(
+        "decode", 8, 1, 128, (0.0512, 0.0498, 0.0734), StepCost(538_000_000, 2_200_000_000), 0.0161, "bandwidth"
+    )
+    _bench._print_table({"model": "m", "dtype": "float32", "device": "cpu", "ready_s": 1.0}, [step])
+    row = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert row == ["decode", "8", "1", "128", "51.20", "49.80", "73.40", "156.2", "16.10", "bandwidth", "3.18"]

@@ -46,7 +46,7 @@ def compile_programs(
     tasks = list(_tasks(config, limits, buckets))
     compiled: dict[tuple[str, Any], Program] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pending = [(key, pool.submit(lower().compile)) for key, lower in _largest_first(tasks)]
+        pending = [(key, pool.submit(lower().compile, _compiler_options())) for key, lower in _largest_first(tasks)]
         for index, (key, future) in enumerate(pending):
             compiled[key] = future.result()
             if on_progress is not None:
@@ -63,6 +63,12 @@ def compile_programs(
         add_token_facts=compiled["add_token_facts", None],
         score=compiled["score", None],
     )
+
+
+def _compiler_options() -> dict[str, Any]:
+    # LLVM prefers half-width vectors on processors with AVX-512; the matrix-vector products are a few percent faster
+    # with whole ones. Other processors ignore it.
+    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
 
 
 # --- the functions that are compiled ---------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def _attend(
     query_block = min(QUERY_BLOCK, tokens)
     counts = jnp.diff(query_starts)
     block_ends = jnp.cumsum(-(-counts // query_block))
-    queries = attention.pad_queries(q, pages.width, spec.scale)
+    queries = q.astype(jnp.float32) * spec.scale
     # A row's last block may reach past the last token; the padding keeps the slice from sliding back.
     queries = jnp.pad(queries, ((0, query_block), (0, 0), (0, 0)))
     table = attention.pad_table(page_table, attention.block_pages(pages))
@@ -74,7 +74,7 @@ def _attend(
         block_queries = jax.lax.dynamic_slice(queries, (first_token, 0, 0), (query_block, *queries.shape[1:]))
         result = _attend_block(block_queries, pages, table[row], first_position, lengths[row], spec, sinks)
         # What a short last block writes past its row is overwritten by the next row's blocks, or is padding.
-        return jax.lax.dynamic_update_slice(out, result[..., -v_dim:], (first_token, 0, 0))
+        return jax.lax.dynamic_update_slice(out, result, (first_token, 0, 0))
 
     out = jnp.zeros((tokens + query_block, heads, v_dim), jnp.float32)
     out = jax.lax.fori_loop(0, block_ends[-1], body, out)[:tokens]
@@ -91,11 +91,11 @@ def _attend_block(
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Attention f32[query_block, heads, v_dim] of consecutive queries of one row; those past `length` mean nothing."""
-    count, heads, width = queries.shape
-    v_dim = spec.value_width(width)
+    count, heads, k_dim = queries.shape
+    v_dim = pages.width - k_dim
     group = heads // pages.kv_heads
-    by_head = queries.reshape(count, pages.kv_heads, group, width).transpose(1, 2, 0, 3)
-    by_head = by_head.reshape(1, pages.kv_heads, group * count, width)
+    by_head = queries.reshape(count, pages.kv_heads, group, k_dim).transpose(1, 2, 0, 3)
+    by_head = by_head.reshape(1, pages.kv_heads, group * count, k_dim)
     query_positions = first_position + jnp.arange(count)
     per_block = attention.block_pages(pages)
     block = per_block * pages.page_size
@@ -105,14 +105,15 @@ def _attend_block(
         page_ids = jax.lax.dynamic_slice(table_row, (index * per_block,), (per_block,))[None]
         positions = index * block + jnp.arange(block)
         seen_by_any = (positions < length) & (positions >= begins[0])
-        rows = attention.gather_block(pages, page_ids, seen_by_any[None], v_dim)
+        k, v = attention.gather_block(pages, page_ids, v_dim)
+        v = jnp.where(seen_by_any[:, None], v, 0)
         visible = (positions[None] <= query_positions[:, None]) & (positions[None] >= begins[:, None])
         visible = visible & seen_by_any[None]
-        return attention.add_block(partial, by_head, rows, jnp.tile(visible, (group, 1))[None, None], spec.softcap)
+        return attention.add_block(partial, by_head, k, v, jnp.tile(visible, (group, 1))[None, None], spec.softcap)
 
     first = jnp.maximum(begins[0], 0) // block
     last = -(-jnp.minimum(first_position + count, length) // block)
     head_sinks = None if sinks is None else jnp.repeat(sinks.reshape(1, pages.kv_heads, group), count, axis=-1)
-    start = attention.empty_partial((1, pages.kv_heads, group * count), width, head_sinks)
-    out = attention.finish(jax.lax.fori_loop(first, last, body, start), v_dim)
+    start = attention.empty_partial((1, pages.kv_heads, group * count), v_dim, head_sinks)
+    out = attention.finish(jax.lax.fori_loop(first, last, body, start))
     return out.reshape(heads, count, v_dim).transpose(1, 0, 2)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -13,6 +11,7 @@ from jaxinfer import __version__
 from jaxinfer.cli import _bench, _convert, _generate, _info
 from jaxinfer.cli._errors import BAD_USE, INTERRUPTED, UserMistake
 from jaxinfer.cli._parser import Parser
+from jaxinfer.cli._quiet import quiet_libraries
 
 __all__ = ["main"]
 
@@ -29,7 +28,7 @@ _EPILOG = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 2, after one sentence on standard error, for a user's mistake."""
-    _quiet_libraries()
+    quiet_libraries()
     try:
         try:
             return _run(arguments)
@@ -61,16 +60,6 @@ def _parser() -> Parser:
     for command in (_generate, _bench, _info, _convert):
         command.add_parser(commands)
     return parser
-
-
-def _quiet_libraries() -> None:
-    """Keep the libraries' chatter off the terminal, unless the user has asked for it by their own settings."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # read when jax is imported
-    for name in ("jax", "absl", "orbax"):
-        if logging.getLogger(name).level == logging.NOTSET and "JAX_LOGGING_LEVEL" not in os.environ:
-            logging.getLogger(name).setLevel(logging.ERROR)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
 
 
 def _discard_stdout() -> None:

@@ -42,13 +42,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     from jaxinfer.cli._progress import progress_bars
+    from jaxinfer.cli._quiet import native_messages_held
     from jaxinfer.cli._serving import require_device
     from jaxinfer.engine.step_times import StepTimer, measure_steps
 
     device = require_device()
     engine = engine_options(options)
     begin = time.perf_counter()
-    with user_mistakes(), progress_bars() as progress:
+    with native_messages_held(), user_mistakes(), progress_bars() as progress:
         timer = StepTimer(
             options.model,
             dtype=engine.dtype,

@@ -13,6 +13,7 @@ from checkpoints import Checkpoint, Tokenizer, open_checkpoint
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import engine_options, sampling_params
 from jaxinfer.cli._progress import progress_bars
+from jaxinfer.cli._quiet import native_messages_held
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.engine import Engine, OutputKind, RequestMetrics, RequestOutput, Runner
 from jaxinfer.engine.prompts import Prompt
@@ -36,7 +37,7 @@ def prepare(options: argparse.Namespace, encode: Callable[[Tokenizer], Sequence[
     Whatever the model, the options or the prompts have wrong is refused before the long part.
     """
     sampling_params(options, {})  # a mistake here must not wait for a download
-    with progress_bars() as progress:
+    with native_messages_held(), progress_bars() as progress:
         with user_mistakes(), open_checkpoint(options.model, progress=progress) as checkpoint:
             params = sampling_params(options, checkpoint.generation_config)
             tokenizer = checkpoint.tokenizer()

@@ -196,10 +196,11 @@ def test_ctrl_c_keeps_what_there_is(generate, objects, monkeypatch, prompts):
     assert code == 130
     assert signal.getsignal(signal.SIGINT) is before
     assert len(steps) == 4  # the round ends, no other begins
-    answers = [answer.removeprefix(f"> {prompt}\n") for answer, prompt in zip(out.split("\n\n"), prompts, strict=True)]
+    blocks = [out] if len(prompts) == 1 else out[2:].split("\n\n> ")
+    answers = [block.removeprefix(f"{prompt}\n").rstrip("\n") for block, prompt in zip(blocks, prompts, strict=True)]
     for result, answer in zip(complete, answers, strict=True):
-        assert result["text"].startswith(answer.rstrip("\n"))
-    assert answers[0].strip()
+        assert result["text"].startswith(answer)
+    assert answers[0]
     assert "tok/s" in err
 
 
@@ -228,6 +229,18 @@ def test_a_closed_pipe_is_silent(tiny_model):
     os.close(write_end)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+def test_ctrl_c_before_anything_is_generated(tmp_path):
+    fifo = tmp_path / "prompt"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        command("generate", "--prompt-file", str(fifo)), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with fifo.open("wb"):  # waits until the process reads
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 130
 
 
 @pytest.mark.model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ import pytest
 import jaxinfer
 from checkpoints import DEFAULT_MODEL, NAMED_MODELS, open_checkpoint
 from jaxinfer.cli import _options, main
+from jaxinfer.cli._errors import UserMistake
+from jaxinfer.cli._quiet import native_messages_held
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.engine.build import EngineOptions
 from pallas_kernels.dispatch import LOWERINGS
@@ -68,6 +71,21 @@ assert "jax" not in sys.modules and "numpy" not in sys.modules
     assert f"jaxinfer {jaxinfer.__version__}\n" in done.stdout
     assert "--repetition-penalty" in done.stdout
     assert done.stderr.startswith("jaxinfer: ")
+
+
+def test_native_messages_are_shown_only_when_the_program_fails(capfd, monkeypatch):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    with native_messages_held():
+        os.write(2, b"slow compile?")
+    for mistake in (UserMistake, RuntimeError):
+        with pytest.raises(mistake), native_messages_held():
+            os.write(2, mistake.__name__.encode())
+            raise mistake
+    assert capfd.readouterr().err == "RuntimeError"
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    with native_messages_held():
+        os.write(2, b"as asked")
+    assert capfd.readouterr().err == "as asked"
 
 
 def test_info(capsys):

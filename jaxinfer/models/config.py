@@ -87,8 +87,9 @@ class DecoderConfig:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly.")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows names {len(self.windows)} layers, but the model has {self.num_layers}.")
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"A sliding window must be at least 1 position, not {min(w for w in self.windows if w)}.")
+        for window in self.windows:
+            if window is not None and (not isinstance(window, int) or window < 1):
+                raise ValueError(f"A sliding window must be a whole number of positions, at least 1, not {window!r}.")
         if self.rope.rotary_dim > self.head_dim:
             raise ValueError(f"RoPE rotates {self.rope.rotary_dim} features, but a head has {self.head_dim}.")
         if self.dtype not in COMPUTE_DTYPES:

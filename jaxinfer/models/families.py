@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class Family:
     """One family of models.
 
     model_type: its name in config.json. architectures: the classes that config.json may name.
-    decoder: config.json -> DecoderConfig. rules, ignored: see `assemble_params`.
+    decoder: config.json -> DecoderConfig. rules, ignored, copies: see `assemble_params`.
     """
 
     model_type: str
@@ -27,13 +28,16 @@ class Family:
     decoder: Callable[[Config], DecoderConfig]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
 def family_of(config: Config) -> Family:
     """The family of a config.json; raises ModelError, naming the known ones, when there is none."""
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
-        if model_type == family.model_type and (not architectures or set(architectures) & set(family.architectures)):
+        known_class = any(name in family.architectures for name in architectures)
+        if model_type == family.model_type and (known_class or not architectures):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     asked = ", ".join(map(str, architectures)) or "unnamed"
@@ -78,20 +82,50 @@ def _positive_int(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
+def _positive_float(config: Config, key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        _require(config, key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelError(f"The model's config has {key} {value!r}, which must be a positive number.")
+    return float(value)
+
+
+_ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "factor"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+)
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next(value for value in values if value is not None)
+
+
 def _rope(config: Config, rotary_dim: int, default_theta: float) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.get("rope_theta", config.get("rope_theta", default_theta))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    given = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    if any(not isinstance(scaling, Mapping) for scaling in given):
+        raise ModelError(f"The model's config describes RoPE by {given!r}, which must be keys and values.")
+    if len(given) == 2 and given[0] != given[1]:
+        raise ModelError("The model's config has both rope_parameters and rope_scaling, and they differ; remove one.")
+    scaling = given[0] if given else {}
+    for key, value in scaling.items():
+        if value is not None and key not in _ROPE_KEYS and (key, value) != ("partial_rotary_factor", 1):
+            raise ModelError(f"The model's config sets {key} of RoPE to {value!r}, which is not supported.")
+    theta = _positive_float(scaling, "rope_theta", _positive_float(config, "rope_theta", default_theta))
+    kind = _first(scaling.get("rope_type"), scaling.get("type"), "default")
     values: dict[str, Any] = {}
     if kind in ("linear", "llama3"):
-        values["factor"] = float(_require(scaling, "factor"))
+        values["factor"] = _positive_float(scaling, "factor")
     if kind == "llama3":
-        values["low_freq_factor"] = float(_require(scaling, "low_freq_factor"))
-        values["high_freq_factor"] = float(_require(scaling, "high_freq_factor"))
-        original = scaling.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-        values["original_max_positions"] = int(original or 8192)
-    return RopeConfig(theta=float(theta), rotary_dim=rotary_dim, scaling=str(kind), **values)
+        values["low_freq_factor"] = _positive_float(scaling, "low_freq_factor")
+        values["high_freq_factor"] = _positive_float(scaling, "high_freq_factor")
+        key = "original_max_position_embeddings"
+        stated = scaling if config.get(key) is None else config
+        values["original_max_positions"] = _positive_int(stated, key, config.get("max_position_embeddings") or 8192)
+    return RopeConfig(theta=theta, rotary_dim=rotary_dim, scaling=str(kind), **values)
 
 
 def _activation(config: Config) -> str:
@@ -129,7 +163,7 @@ def _decoder(
             head_dim=width,
             intermediate_size=_positive_int(config, "intermediate_size"),
             max_positions=_positive_int(config, "max_position_embeddings", 2048),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
             rope=_rope(config, width, 10000.0),
             windows=windows(config, layers),
             tied_head=bool(config.get("tie_word_embeddings", False)),

@@ -1,7 +1,7 @@
 """From a checkpoint's named tensors to the decoder's parameters, by rules that are data.
 
-A rule says for one parameter which tensors it is made of and how they are joined. Every tensor is used once or ignored
-by name, every parameter is made; anything else is one error that lists it all.
+A rule says for one parameter which tensors it is made of and how they are joined. Every tensor is used once, ignored
+by name or a copy of another, every parameter is made; anything else is one error that lists it all.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def assemble_params(
     config: DecoderConfig,
     rules: tuple[Rule, ...],
     ignored: tuple[str, ...],
+    copies: tuple[tuple[str, str], ...],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     place: Callable[[np.ndarray], jax.Array],
@@ -53,13 +54,18 @@ def assemble_params(
 ) -> dict[str, Any]:
     """Parameters of `Decoder(config)`.
 
-    rules, ignored: of the family; `ignored` are regular expressions of tensor names that carry nothing.
+    rules, ignored, copies: of the family; `ignored` are regular expressions of tensor names that carry nothing,
+        `copies` pairs (tensor, the tensor that it must equal where no rule uses it).
     shapes: every tensor of the checkpoint. read: one tensor, by name. place: host array -> device array.
     on_progress: called with (parameters done, parameters in all).
-    Raises ModelError listing all missing, unexpected and misshapen tensors.
+    Raises ModelError listing all missing, unexpected and misshapen tensors, or naming a copy that differs.
     """
     wanted = list(_expand(config, rules))
-    _check(config, wanted, ignored, shapes)
+    used = {name for _, names, _ in wanted for name in names}
+    unused_copies = [pair for pair in copies if pair[0] in shapes and pair[0] not in used]
+    _check(config, wanted, (*ignored, *(re.escape(name) for name, _ in unused_copies)), shapes)
+    for name, original in unused_copies:
+        _check_copy(name, original, shapes, read)
     params: dict[str, Any] = {}
     for index, (path, names, rule) in enumerate(wanted):
         joined = rule.join(config, [read(name) for name in names])
@@ -104,6 +110,17 @@ def _check(
     ]
     if problems:
         raise ModelError(f"The checkpoint's tensors do not fit its config ({'; '.join(problems)}).")
+
+
+def _check_copy(
+    name: str, original: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
+) -> None:
+    # Older readers drop such a tensor, newer ones use it when it differs; no choice would be right for both.
+    if tuple(shapes[name]) != tuple(shapes[original]) or not np.array_equal(read(name), read(original)):
+        raise ModelError(
+            f"The config says that {name} is {original} (tie_word_embeddings), but the checkpoint has both and they "
+            "differ; set tie_word_embeddings to false in config.json, or remove the tensor."
+        )
 
 
 def _enumerate(names: list[str], most: int = 8) -> str:

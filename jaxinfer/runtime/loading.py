@@ -41,7 +41,7 @@ def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Prog
             on_progress("Loading", done, total)
 
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-    return assemble_params(config, family.rules, family.ignored, shapes, checkpoint.read, place, report)
+    return assemble_params(config, family.rules, family.ignored, family.copies, shapes, checkpoint.read, place, report)
 
 
 def check_tokenizer(vocab_size: int, config: DecoderConfig) -> None:

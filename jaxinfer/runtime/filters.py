@@ -49,7 +49,8 @@ def keep_top_p(weights: jax.Array, logits: jax.Array, top_p: jax.Array, limits: 
 
 def _sortable(x: jax.Array) -> jax.Array:
     """u32 with the order of the floats f32 x (0 for -inf and below everything but NaN)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # -0 and 0 are equal, but their bits are not.
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 

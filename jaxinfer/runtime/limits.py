@@ -35,6 +35,8 @@ class RunnerLimits:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         if self.page_size % 8:
             raise ValueError(f"page_size must be a multiple of 8, not {self.page_size}.")
+        if self.max_context < 2:
+            raise ValueError("max_context must be at least 2: one prompt token and one new one.")
         if self.num_pages < 2:
             raise ValueError("num_pages must be at least 2: page 0 is for padding and holds no sequence.")
         if self.max_batched_tokens < self.max_slots:

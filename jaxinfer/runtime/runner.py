@@ -216,7 +216,7 @@ def _settings(setups: Sequence[SlotSetup], rows: int) -> sampler.SlotSettings:
 
     params = [setup.params for setup in setups]
     return sampler.SlotSettings(
-        temperature=column([p.temperature for p in params], np.float32),
+        temperature=column([_representable(p.temperature) for p in params], np.float32),
         top_p=column([p.top_p for p in params], np.float32),
         min_p=column([p.min_p for p in params], np.float32),
         repetition_penalty=column([p.repetition_penalty for p in params], np.float32),
@@ -229,6 +229,12 @@ def _settings(setups: Sequence[SlotSetup], rows: int) -> sampler.SlotSettings:
         edits=column([_edits_logits(setup) for setup in setups], bool),
         logprobs=column([p.logprobs is not None for p in params], bool),
     )
+
+
+def _representable(temperature: float) -> float:
+    """Inside the range of float32: a temperature above 0 must not become 0 or infinite there."""
+    limits = np.finfo(np.float32)
+    return min(max(temperature, float(limits.tiny)), float(limits.max)) if temperature > 0 else temperature
 
 
 class _Entries:

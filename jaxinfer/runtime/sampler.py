@@ -218,20 +218,20 @@ def _edit(state: SamplerState, settings: SlotSettings, logits: jax.Array, slots:
 
 def _draw(settings: SlotSettings, logits: jax.Array) -> jax.Array:
     """One token i32[R] per row by inverse transform sampling from the filtered, tempered distribution."""
-    scaled = logits / jnp.where(settings.temperature > 0, settings.temperature, 1)[:, None]
-    largest = max_of(scaled)[:, None]
-    weights = jnp.exp(scaled - largest)
+    # The largest becomes 0 before the division, so that no temperature makes it infinite.
+    scaled = (logits - max_of(logits)[:, None]) / jnp.where(settings.temperature > 0, settings.temperature, 1)[:, None]
+    weights = jnp.exp(scaled)
     weights = jnp.where(weights >= settings.min_p[:, None], weights, 0)
     limits_k = (settings.top_k > 0) & (settings.top_k < logits.shape[1])
     weights = jax.lax.cond(
-        jnp.any(limits_k), lambda: keep_top_k(weights, scaled, settings.top_k, limits_k), lambda: weights
+        jnp.any(limits_k), lambda: keep_top_k(weights, logits, settings.top_k, limits_k), lambda: weights
     )
     limits_p = settings.top_p < 1
     weights = jax.lax.cond(
-        jnp.any(limits_p), lambda: keep_top_p(weights, scaled, settings.top_p, limits_p), lambda: weights
+        jnp.any(limits_p), lambda: keep_top_p(weights, logits, settings.top_p, limits_p), lambda: weights
     )
     uniform = jax.vmap(_uniform)(settings.seed, settings.sampled)
-    return _invert(weights, uniform, fallback=argmax(scaled))
+    return _invert(weights, uniform, fallback=argmax(logits))
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -245,14 +245,22 @@ def _invert(weights: jax.Array, uniform: jax.Array, fallback: jax.Array) -> jax.
     Two levels, so that the running sums are short. `fallback` i32[R] is taken where rounding leaves no such id.
     """
     blocks = blocked(weights)  # [R, n, lanes]
-    block_sums = jnp.cumsum(blocks.sum(-1), axis=-1)
-    target = uniform * block_sums[:, -1]
-    block = jnp.sum(block_sums <= target[:, None], axis=-1)
-    found = block < block_sums.shape[1]
-    block = jnp.minimum(block, block_sums.shape[1] - 1)
+    sums = blocks.sum(-1)
+    block_sums = jnp.cumsum(sums, axis=-1)
+    target = uniform[:, None] * block_sums[:, -1:]
+    block, in_block = _first_above(block_sums, target, sums)
     row = jnp.arange(weights.shape[0])
     before = jnp.where(block > 0, block_sums[row, jnp.maximum(block - 1, 0)], 0)
-    running = before[:, None] + jnp.cumsum(blocks[row, block], axis=-1)
-    lane = jnp.sum(running <= target[:, None], axis=-1)
-    found &= lane < running.shape[1]
-    return jnp.where(found, block * running.shape[1] + lane, fallback).astype(jnp.int32)
+    lanes = blocks[row, block]
+    lane, in_lane = _first_above(before[:, None] + jnp.cumsum(lanes, axis=-1), target, lanes)
+    return jnp.where(in_block & in_lane, block * lanes.shape[1] + lane, fallback).astype(jnp.int32)
+
+
+def _first_above(running: jax.Array, target: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the running sum [R, n] of weights first exceeds target [R, 1], i32[R], and whether it does, bool[R].
+
+    Only where the weight itself is above zero: a parallel running sum is rounded differently at each place, so it may
+    rise a little where nothing was added.
+    """
+    candidates = (running > target) & (weights > 0)
+    return jnp.argmax(candidates, axis=-1).astype(jnp.int32), jnp.any(candidates, axis=-1)

@@ -1,0 +1,166 @@
+"""Every family against Hugging Face: logits of each position and greedy ids, however the positions are computed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import decode_step, logits_of, prefill_hidden, prefill_step
+from pallas_kernels import KVPages
+
+NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
+TOLERANCE = 1e-4
+SLOTS, PAGE, PAGES, CONTEXT, TOKENS = 5, 8, 90, 112, 80
+
+
+@cache
+def compiled(config):
+    def prefill(params, state, batch):
+        hidden, state = prefill_hidden(config, params, state, batch)
+        return logits_of(config, params, hidden), state
+
+    return jax.jit(prefill, donate_argnums=1), jax.jit(lambda *a: decode_step(config, *a), donate_argnums=1)
+
+
+class Session:
+    """Sequences in slots 0, 1, .. of a cache whose pages lie in random order and hold NaN until they are written."""
+
+    def __init__(self, model, seed: int = 0) -> None:
+        self.config, self.params = model.config, model.params
+        self.prefill_program, self.decode_program = compiled(self.config)
+        empty = init_state(self.config, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, max_context=CONTEXT)
+        kv = tuple(KVPages(jnp.full_like(pages.data, jnp.nan)) for pages in empty.kv)
+        columns = -(-CONTEXT // PAGE)
+        order = np.random.default_rng(seed).permutation(np.arange(1, PAGES))
+        self.table = order[: SLOTS * columns].reshape(SLOTS, columns)
+        self.state = EngineState(kv, empty.page_table, empty.lengths)
+        self.lengths = np.zeros(SLOTS, int)
+
+    def _updates(self, counts: list[int], size: int) -> TableUpdates:
+        table = np.zeros((3, size), np.int32)
+        table[0] = SLOTS
+        entries = [
+            (slot, column, self.table[slot, column])
+            for slot, count in enumerate(counts)
+            for column in range(-(-self.lengths[slot] // PAGE), -(-(self.lengths[slot] + count) // PAGE))
+        ]
+        if entries:
+            table[:, : len(entries)] = np.array(entries).T
+        return TableUpdates(*table)
+
+    def prefill(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
+        """The next positions of slot 0, 1, ..; logits f32[count, vocab] of each."""
+        counts = [len(chunk) for chunk in chunks]
+        flat = np.zeros(TOKENS, np.int32)
+        flat[: sum(counts)] = np.concatenate(chunks)
+        starts = np.cumsum([0, *counts]).astype(np.int32)
+        # A row without tokens is padding.
+        slots = np.array([slot if count else SLOTS for slot, count in enumerate(counts)], np.int32)
+        begins = np.array([self.lengths[slot] if count else 0 for slot, count in enumerate(counts)], np.int32)
+        batch = PrefillBatch(flat, starts, slots, begins, self._updates(counts, 32))
+        logits, self.state = self.prefill_program(self.params, self.state, batch)
+        self.lengths[: len(counts)] += counts
+        logits = np.asarray(logits)
+        return [logits[begin : begin + count] for begin, count in zip(starts, counts, strict=False)]
+
+    def decode(self, tokens: dict[int, int]) -> dict[int, np.ndarray]:
+        """One token for some slots; the logits f32[vocab] of each."""
+        slots = np.full(SLOTS, SLOTS, np.int32)
+        ids = np.zeros(SLOTS, np.int32)
+        slots[: len(tokens)], ids[: len(tokens)] = list(tokens), list(tokens.values())
+        counts = [int(slot in tokens) for slot in range(SLOTS)]
+        batch = DecodeBatch(ids, slots, self._updates(counts, SLOTS))
+        logits, self.state = self.decode_program(self.params, self.state, batch)
+        self.lengths += counts
+        logits = np.asarray(logits)
+        return {slot: logits[row] for row, slot in enumerate(tokens)}
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
+@pytest.fixture(params=NAMES)
+def model(request, golden_models):
+    return golden_models[request.param]
+
+
+def test_prefill_in_one_piece(model):
+    session = Session(model)
+    for found, expected in zip(session.prefill(model.prompts), model.logits, strict=True):
+        assert_close(found, expected)
+    np.testing.assert_array_equal(session.state.lengths[:4], [len(prompt) for prompt in model.prompts])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_prefill_in_random_chunks(model, seed):
+    numbers = np.random.default_rng(seed)
+    session = Session(model, seed)
+    rest, found = list(model.prompts), [[] for _ in model.prompts]
+    while any(map(len, rest)):
+        counts = [int(numbers.integers(0, min(len(ids), 13) + 1)) for ids in rest]
+        for slot, logits in enumerate(session.prefill([ids[:n] for ids, n in zip(rest, counts, strict=True)])):
+            found[slot].append(logits)
+        rest = [ids[n:] for ids, n in zip(rest, counts, strict=True)]
+    for parts, expected in zip(found, model.logits, strict=True):
+        assert_close(np.concatenate(parts), expected)
+
+
+def test_decode_one_token_at_a_time(model):
+    session = Session(model)
+    for position in range(max(map(len, model.prompts))):
+        # The longest comes first, so rows are not in the order of their slots.
+        active = [slot for slot in (3, 1, 2, 0) if position < len(model.prompts[slot])]
+        for slot, logits in session.decode({slot: model.prompts[slot][position] for slot in active}).items():
+            assert_close(logits, model.logits[slot][position])
+
+
+def test_greedy_ids(model):
+    session = Session(model)
+    prefilled = session.prefill(model.prompts)
+    ids = {slot: [int(logits[-1].argmax())] for slot, logits in enumerate(prefilled)}
+    for _ in range(63):
+        for slot, logits in session.decode({slot: found[-1] for slot, found in ids.items()}).items():
+            ids[slot].append(int(logits.argmax()))
+    for slot, expected in enumerate(model.greedy):
+        assert ids[slot] == expected.tolist()
+
+
+def test_prefill_step_gives_the_last_position_of_each_row(golden_models):
+    model = golden_models["mistral"]
+    session = Session(model)
+    prompts, config = model.prompts[1:3], model.config
+    flat = np.zeros(32, np.int32)
+    flat[:27] = np.concatenate(prompts)
+    padded = np.array([0, SLOTS, SLOTS], np.int32)
+    padded[1] = 1
+    starts = np.array([0, 7, 27, 27], np.int32)
+    batch = PrefillBatch(flat, starts, padded, np.zeros(3, np.int32), session._updates([7, 20], 8))
+    logits, _ = jax.jit(prefill_step, static_argnums=0, donate_argnums=2)(config, model.params, session.state, batch)
+    for row in range(2):
+        assert_close(np.asarray(logits[row]), model.logits[1 + row][-1])
+
+
+def test_bfloat16_logits_stay_near_float32(golden_models):
+    model = golden_models["mistral"]
+    config, params = model.config_as("bfloat16"), model.params_as("bfloat16")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    session = Session(model)
+    session.config, session.params = config, params
+    session.prefill_program, session.decode_program = compiled(config)
+    kv = tuple(KVPages(pages.data.astype(jnp.bfloat16)) for pages in session.state.kv)
+    session.state = EngineState(kv, session.state.page_table, session.state.lengths)
+    found = np.concatenate(session.prefill(model.prompts))
+    expected = np.concatenate(model.logits)
+    assert found.dtype == np.float32
+    # bfloat16 keeps 8 bits: the error is measured against the spread of the logits.
+    error = np.abs(found - expected) / expected.std()
+    assert np.quantile(error, 0.5) < 0.02
+    assert np.quantile(error, 0.99) < 0.08
+    assert np.quantile(error, 0.5) > 1e-4, "this was not computed in bfloat16"

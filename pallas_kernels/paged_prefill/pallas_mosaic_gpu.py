@@ -362,6 +362,8 @@ class _Block:
                 plgpu.barrier_wait(barriers[f"{kind}_free"].at[slot])
                 fetch(kind, index + stages, slot)
 
+        self._see_the_rest_freed(barriers, span)
+
     def _copy_and_convert(
         self, inputs: dict[str, Any], memory: dict[str, Any], barriers: dict[str, Any], span: _Range
     ) -> None:
@@ -411,6 +413,17 @@ class _Block:
                 @pl.when(index + plan.stages < span.tiles)
                 def _(kind: str = kind) -> None:
                     fetch(kind, index + plan.stages, raw_slot)
+
+        self._see_the_rest_freed(barriers, span)
+
+    def _see_the_rest_freed(self, barriers: dict[str, Any], span: _Range) -> None:
+        """Wait until the last tiles are used too, so that no barrier ends with a phase that nobody saw."""
+        stages = self.plan.ready_stages
+
+        @pl.loop(jnp.maximum(span.tiles - stages, 0), span.tiles)
+        def _wait(index: jax.Array) -> None:
+            for kind in ("k", "v"):
+                plgpu.barrier_wait(barriers[f"{kind}_free"].at[lax.rem(index, jnp.int32(stages))])
 
     # --- the multiplying warpgroups ----------------------------------------------------------------------------------
 

@@ -27,12 +27,9 @@ BLOCK_BYTES = 2 << 20
 """Bytes of one block of pages. Two blocks are in flight or in use at a time; what is in flight must cover the bandwidth
 times the latency of a copy, about 1.6 TB/s (v6e) to 3.7 TB/s (one core of v7x) times 0.6 us, with room to spare."""
 
-BLOCK_TOKENS = {1: 1024, 2: 512, 4: 256}
-"""Most positions of a block by bytes of a feature: beyond these the scores of a block only crowd the registers."""
-
-UNROLLED_ROWS = 64
-"""Query rows over which KV heads are laid out one after another. Heads with few rows each keep the matrix unit waiting
-for the softmax, unless others fill the gap; heads with many rows do not, and their code is long as it is."""
+UNROLLED_ROWS = 256
+"""Query rows over which KV heads are taken together. By the compiler's schedule for v6e, a block of 2 MiB takes 4,962
+cycles with 8 heads of 8 rows one after another and 1,273 with all of them together; its copy takes about 2,240."""
 
 MAX_TABLE_ENTRIES = 1 << 17
 """Page table entries that fit into scalar memory (1 MiB a core) beside everything else: 512 KiB."""
@@ -56,16 +53,15 @@ def write_rows(dtype: Any, page_size: int) -> int:
     return min(sublanes(dtype), page_size)
 
 
-def pages_per_block(page_size: int, kv_heads: int, width: int, dtype: Any, max_pages: int) -> int:
-    """Pages of one block: as many as BLOCK_BYTES hold, at most BLOCK_TOKENS positions or the table's, in whole lanes.
+def pages_per_block(pages: KVPages, max_pages: int, most_tokens: int) -> int:
+    """Pages of one block: as many as BLOCK_BYTES hold, at most `most_tokens` positions or the table's, in whole lanes.
 
     Scores have positions on lanes, so that a block holds a multiple of 128 positions.
     """
-    itemsize = np.dtype(dtype).itemsize
-    token_bytes = kv_heads * round_up(width, LANES) * itemsize
-    tokens = min(BLOCK_TOKENS[itemsize], BLOCK_BYTES // token_bytes, round_up(max_pages * page_size, LANES))
-    unit = np.lcm(page_size, LANES)
-    return int(max(tokens // unit, 1) * unit) // page_size
+    token_bytes = pages.kv_heads * round_up(pages.width, LANES) * np.dtype(pages.data.dtype).itemsize
+    tokens = min(most_tokens, BLOCK_BYTES // token_bytes, round_up(max_pages * pages.page_size, LANES))
+    unit = int(np.lcm(pages.page_size, LANES))
+    return max(tokens // unit, 1) * unit // pages.page_size
 
 
 @dataclass(frozen=True)
@@ -139,8 +135,11 @@ def pages_reason(pages: KVPages) -> str | None:
     return None
 
 
-def attention_reason(q: Any, pages: KVPages, page_table: Any) -> str | None:
-    """Why the TPU attention kernels cannot take these shapes, in a sentence; None when they can."""
+def attention_reason(q: Any, pages: KVPages, page_table: Any, most_tokens: int) -> str | None:
+    """Why the TPU attention kernels cannot take these shapes, in a sentence; None when they can.
+
+    most_tokens: positions of a block, as for `pages_per_block`.
+    """
     reason = pages_reason(pages)
     if reason is not None:
         return reason
@@ -151,15 +150,15 @@ def attention_reason(q: Any, pages: KVPages, page_table: Any) -> str | None:
             f"The page table has {page_table.size} entries, but the scalar memory of a TPU core holds "
             f"{MAX_TABLE_ENTRIES}: use larger pages, fewer sequences or a shorter context."
         )
-    needed = vmem_bytes(pages, page_table)
+    needed = vmem_bytes(pages, page_table.shape[1], most_tokens)
     if needed > VMEM_LIMIT // 2:
         return f"Two blocks of pages need {needed >> 20} MiB of vector memory, but the limit is {VMEM_LIMIT >> 21} MiB."
     return None
 
 
-def vmem_bytes(pages: KVPages, page_table: Any) -> int:
+def vmem_bytes(pages: KVPages, max_pages: int, most_tokens: int) -> int:
     """Bytes of vector memory that the two blocks of pages take, scales included."""
-    count = pages_per_block(pages.page_size, pages.kv_heads, pages.width, pages.data.dtype, page_table.shape[1])
+    count = pages_per_block(pages, max_pages, most_tokens)
     rows = count * pages.kv_heads * round_up(pages.page_size, sublanes(pages.data.dtype))
     data = rows * round_up(pages.width, LANES) * np.dtype(pages.data.dtype).itemsize
     scales = 0
@@ -213,7 +212,7 @@ class PageBlocks:
     """Double-buffered copies of blocks of pages from the pool to vector memory, inside a kernel.
 
     pool, scales: the pool in HBM. buffer: [2, pages, Hkv, page_size, width].
-    scale_buffer: [2, pages, 2, Hkv, page_size]; spread: [2, Hkv, tokens], the scales of the block in use.
+    scale_buffer: [2, pages, 2, Hkv, page_size]; spread: [2, Hkv, 1, tokens], the scales of the block in use.
     semaphores: one for each buffer. table: the flat page table in scalar memory, `columns` entries a row.
     """
 
@@ -266,34 +265,6 @@ class PageBlocks:
         """Wait for the copies that `start` began with the same arguments."""
         self._each_copy(row, first, end, slot, lambda copy: copy.wait())
 
-    def clear_invisible(self, slot: Any, base: Any, begin: Any, end: Any) -> None:
-        """Put zeros where positions lie outside begin .. end, in a block that starts at position `base`.
-
-        What lies there may be NaN, and a weight of zero times NaN would spoil the sum. Only blocks at the edge of what
-        is visible have such positions; the others are left alone.
-        """
-        heads = self.buffer.shape[2]
-
-        @pl.when((base < begin) | (base + self.tokens > end))
-        def _edge() -> None:
-            def clear_page(index: Any, carry: None) -> None:
-                start = base + index * self.page_size
-
-                @pl.when((start < begin) | (start + self.page_size > end))
-                def _partial() -> None:
-                    def clear_head(head: Any, carry: None) -> None:
-                        rows = self.buffer[slot, index, head].astype(jnp.float32)
-                        position = start + lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-                        rows = jnp.where((position >= begin) & (position < end), rows, 0)
-                        self.buffer[slot, index, head] = rows.astype(self.buffer.dtype)
-                        return carry
-
-                    lax.fori_loop(0, heads, clear_head, None)
-
-                return carry
-
-            lax.fori_loop(0, self.pages, clear_page, None)
-
     def rows(self, slot: Any, head: Any, dtype: Any) -> jax.Array:
         """The page rows [tokens, width] of one head, in `dtype`."""
         pages = self.buffer[slot, :, head]
@@ -306,7 +277,28 @@ class PageBlocks:
         if self.scales is not None:
             for which in range(2):
                 pieces = [self.scale_buffer[slot, page, which] for page in range(self.pages)]
-                self.spread[which] = jnp.concatenate(pieces, axis=-1)
+                self.spread[which] = jnp.concatenate(pieces, axis=-1)[:, None]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What is visible of a block that starts at position `base`.
+
+    keys: bool[rows, tokens], which positions each query row sees. begin, end: the positions that any row sees.
+    """
+
+    keys: jax.Array
+    base: Any
+    begin: Any
+    end: Any
+
+    def cleared(self, values: jax.Array) -> jax.Array:
+        """Values [tokens, features] with zeros at positions that no row sees.
+
+        What lies there may be NaN, and a weight of zero times NaN would spoil the sum.
+        """
+        position = self.base + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        return jnp.where((position >= self.begin) & (position < self.end), values, jnp.zeros_like(values))
 
 
 @dataclass(frozen=True)
@@ -331,31 +323,32 @@ class OnlineSoftmax:
         self.sums[...] = jnp.zeros_like(self.sums)
 
     def add(
-        self, head: Any, scores: jax.Array, visible: jax.Array | None, values: jax.Array, value_scales: Any
+        self, heads: Any, scores: jax.Array, visible: jax.Array | None, values: list[jax.Array], value_scales: Any
     ) -> None:
-        """Add a block to one head.
+        """Add a block to a few heads, each step for all of them, so that none waits for another's last step.
 
-        scores: f32[rows, tokens], in powers of two. visible: bool of that shape, None for all. values: [tokens,
-        sum_width]. value_scales: f32[1, tokens] or None.
+        heads: slice of the heads. scores: f32[heads, rows, tokens], in powers of two. visible: bool[rows, tokens], None
+        for all. values: [tokens, sum_width] of each head. value_scales: f32[heads, 1, tokens] or None.
         """
         if visible is not None:
-            scores = jnp.where(visible, scores, MASKED)
-        before = self.highest[head][:, :1]
-        highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+            scores = jnp.where(visible[None], scores, MASKED)
+        before = self.highest[heads][..., :1]
+        highest = jnp.maximum(before, jnp.max(scores, axis=2, keepdims=True))
         weights = jnp.exp2(scores - highest)
         if visible is not None:
             # A row that has seen no key yet has MASKED as its highest score too.
-            weights = jnp.where(visible, weights, 0)
+            weights = jnp.where(visible[None], weights, 0)
         shrink = jnp.exp2(before - highest)
-        total = self.total[head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        total = self.total[heads][..., :1] * shrink + jnp.sum(weights, axis=2, keepdims=True)
+        self.highest[heads] = jnp.broadcast_to(highest, (*highest.shape[:2], LANES))
+        self.total[heads] = jnp.broadcast_to(total, (*total.shape[:2], LANES))
         if value_scales is not None:
             weights = weights * value_scales
             if visible is not None:
                 # The scales of what is not visible may be NaN.
-                weights = jnp.where(visible, weights, 0)
-        self.highest[head] = jnp.broadcast_to(highest, self.highest.shape[1:])
-        self.total[head] = jnp.broadcast_to(total, self.total.shape[1:])
-        self.sums[head] = self.sums[head] * shrink + product(weights.astype(values.dtype), values, 0)
+                weights = jnp.where(visible[None], weights, 0)
+        sums = [product(weights[i].astype(rows.dtype), rows, 0) for i, rows in enumerate(values)]
+        self.sums[heads] = self.sums[heads] * shrink + jnp.stack(sums)
 
     def result(self, head: Any) -> jax.Array:
         """sums / total f32[rows, sum_width]; 0 for a row that saw no key."""
@@ -382,44 +375,60 @@ def attend_block(
     softmax: OnlineSoftmax,
     queries: Any,
     slot: Any,
-    visible: jax.Array | None,
+    visible: Visible | None,
     spec: AttentionSpec,
     features: Features,
 ) -> None:
     """Add the block in buffer `slot` to the sums of every head.
 
-    queries: a reference [Hkv, rows, key_width]. visible: bool[rows, tokens], which keys each query row sees; None: all.
+    queries: a reference [Hkv, rows, key_width]. visible: None if every query row sees the whole block.
     """
     blocks.spread_scales(slot)
     start, stop = features.sum_start, features.sum_start + features.sum_width
     dtype = compute_dtype(queries.dtype, blocks.buffer.dtype)
 
-    def one_head(head: Any) -> None:
-        rows = blocks.rows(slot, head, dtype)
-        scores = product(queries[head].astype(dtype), rows[:, : features.key_width], 1)
+    def some_heads(first: Any, count: int) -> None:
+        rows = [blocks.rows(slot, first + i, dtype) for i in range(count)]
+        products = [
+            product(queries[first + i].astype(dtype), keys[:, : features.key_width], 1) for i, keys in enumerate(rows)
+        ]
+        scores = jnp.stack(products)
+        heads, value_scales = pl.ds(first, count), None
         if blocks.scales is not None:
-            scores = scores * blocks.spread[0, pl.ds(head, 1), :]
+            scores = scores * blocks.spread[0, heads]
+            value_scales = blocks.spread[1, heads]
         if spec.softcap is None:
             scores = scores * (spec.scale * LOG2_E)
         else:
             scores = jnp.tanh(scores * (spec.scale / spec.softcap)) * (spec.softcap * LOG2_E)
-        value_scales = None if blocks.scales is None else blocks.spread[1, pl.ds(head, 1), :]
-        softmax.add(head, scores, visible, rows[:, start:stop], value_scales)
+        values = [each[:, start:stop] for each in rows]
+        if visible is None:
+            softmax.add(heads, scores, None, values, value_scales)
+        else:
+            softmax.add(heads, scores, visible.keys, [visible.cleared(each) for each in values], value_scales)
 
-    for_each_head(blocks.buffer.shape[2], queries.shape[-2], one_head)
+    for_each_group(blocks.buffer.shape[2], queries.shape[-2], some_heads)
 
 
-def for_each_head(heads: int, rows: int, act: Callable[[Any], None]) -> None:
-    """`act` on every head, each with so many query rows; heads with few rows several a turn of the loop."""
-    most = max(1, UNROLLED_ROWS // rows)
-    together = max(count for count in range(1, most + 1) if heads % count == 0)
+def for_each_group(heads: int, rows: int, act: Callable[[Any, int], None]) -> None:
+    """act(first head, number of heads) on all heads, each with so many query rows; with few rows, several at a time."""
+    together = max(count for count in range(1, max(1, UNROLLED_ROWS // rows) + 1) if heads % count == 0)
 
     def turn(index: Any, carry: None) -> None:
-        for offset in range(together):
-            act(index * together + offset)
+        act(index * together, together)
         return carry
 
     if together == heads:
-        turn(0, None)
+        act(0, heads)
     else:
         lax.fori_loop(0, heads // together, turn, None)
+
+
+def for_each_head(heads: int, rows: int, act: Callable[[Any], None]) -> None:
+    """`act` on every head, each with so many rows."""
+
+    def some_heads(first: Any, count: int) -> None:
+        for offset in range(count):
+            act(first + offset)
+
+    for_each_group(heads, rows, some_heads)

@@ -13,9 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mosaic_tpu
-from pallas_kernels.mosaic_tpu import Features, OnlineSoftmax, PageBlocks
+from pallas_kernels.mosaic_tpu import Features, OnlineSoftmax, PageBlocks, Visible
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
+
+BLOCK_TOKENS = 4096
+"""Most positions of a block. Only few and narrow heads reach it: with fewer, their blocks would be short copies."""
 
 CORES = 2
 """Shares that a batch is divided into: v5p runs one kernel on two cores. One core takes the shares one after the other,
@@ -35,7 +38,7 @@ def unsupported(
 ) -> str | None:
     """Why this lowering cannot run these arguments (arrays or their shapes), in a sentence; None when it can."""
     del k, v, lengths, spec, sinks
-    return mosaic_tpu.attention_reason(q, pages, page_table)
+    return mosaic_tpu.attention_reason(q, pages, page_table, BLOCK_TOKENS)
 
 
 def paged_decode(
@@ -109,7 +112,7 @@ def _plan(q: Any, k: Any, pages: KVPages, page_table: Any, spec: AttentionSpec, 
         kv_heads=pages.kv_heads,
         group=group,
         rows=mosaic_tpu.round_up(group, 8),
-        block_pages=mosaic_tpu.pages_per_block(pages.page_size, pages.kv_heads, pages.width, dtype, columns),
+        block_pages=mosaic_tpu.pages_per_block(pages, columns, BLOCK_TOKENS),
         columns=columns,
         write_rows=mosaic_tpu.write_rows(dtype, pages.page_size),
         writes=k is not None,
@@ -163,7 +166,7 @@ def _call(plan: _Plan, scalars: tuple[jax.Array, ...], inputs: list[jax.Array], 
     }
     if plan.scaled:
         scratch["scale_buffer"] = pltpu.VMEM((2, plan.block_pages, *pool[1].shape[1:]), jnp.float32)
-        scratch["spread"] = pltpu.VMEM((2, heads, tokens), jnp.float32)
+        scratch["spread"] = pltpu.VMEM((2, heads, 1, tokens), jnp.float32)
     if plan.writes:
         scratch["changed"] = pltpu.VMEM((2, heads, plan.write_rows, width), data.dtype)
         scratch["write_semaphores"] = pltpu.SemaphoreType.DMA((2,))
@@ -310,11 +313,20 @@ class _Kernel:
                 self._write(row, slot, length - 1 - base, column)
 
         begin = 0 if window is None else jnp.maximum(length - window, 0)
-        blocks.clear_invisible(slot, base, begin, length)
-        position = base + lax.broadcasted_iota(jnp.int32, (self.plan.rows, blocks.tokens), 1)
-        visible = (position >= begin) & (position < length)
-        queries = self.queries.at[0]
-        mosaic_tpu.attend_block(blocks, self.softmax, queries, slot, visible, self.plan.spec, self.plan.features)
+        edge = (base < begin) | (base + blocks.tokens > length)
+
+        def attend(visible: Visible | None) -> None:
+            queries = self.queries.at[0]
+            mosaic_tpu.attend_block(blocks, self.softmax, queries, slot, visible, self.plan.spec, self.plan.features)
+
+        @pl.when(jnp.logical_not(edge))
+        def _everything_visible() -> None:
+            attend(None)
+
+        @pl.when(edge)
+        def _partly_visible() -> None:
+            position = base + lax.broadcasted_iota(jnp.int32, (self.plan.rows, blocks.tokens), 1)
+            attend(Visible((position >= begin) & (position < length), base, begin, length))
 
     def _write(self, row: Any, slot: Any, place: Any, column: Any) -> None:
         """Insert the new row at position `place` of the block in buffer `slot`, and write its tile back to the pool."""

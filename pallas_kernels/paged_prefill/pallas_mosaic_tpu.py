@@ -14,16 +14,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.kv_write import pallas_mosaic_tpu as kv_write_tpu
-from pallas_kernels.mosaic_tpu import Features, OnlineSoftmax, PageBlocks
+from pallas_kernels.mosaic_tpu import Features, OnlineSoftmax, PageBlocks, Visible
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 
-TILE_TOKENS = 256
-"""Most query tokens of a tile, which uses each block of pages as a whole: with 256 tokens of 4 query heads a KV head,
-1,024 floating-point operations a byte of bfloat16 pages; from 574 on, v6e is bound by arithmetic, not memory."""
+TILE_ROWS = 256
+"""Most query rows of a KV head in a tile. By the compiler's schedule for v6e, 256 rows over 512 positions take 1,045
+cycles, and each of 1,024 rows takes a third more: the scores then spill. A tile of 64 tokens of 4 query heads a KV head
+uses a block of pages for four times as long as the block's copy takes."""
 
-TILE_ROWS = 1024
-"""Most query rows of a KV head in a tile: with more, scores no longer fit beside the blocks in vector memory."""
+BLOCK_TOKENS = 512
+"""Most positions of a block: fewer leave the matrix unit waiting, by the same schedule, and more spill."""
 
 STATE_BYTES = 16 << 20
 """Most vector memory for a tile's running sums."""
@@ -46,7 +47,7 @@ def unsupported(
 ) -> str | None:
     """Why this lowering cannot run these arguments (arrays or their shapes), in a sentence; None when it can."""
     del query_starts, lengths, spec, sinks
-    reason = mosaic_tpu.attention_reason(q, pages, page_table)
+    reason = mosaic_tpu.attention_reason(q, pages, page_table, BLOCK_TOKENS)
     if reason is None and k is not None:
         reason = kv_write_tpu.unsupported(k, v, pages, None, None)
     return reason
@@ -149,7 +150,7 @@ def _plan(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec, sinks: A
         sequences=page_table.shape[0],
         kv_heads=pages.kv_heads,
         group=group,
-        block_pages=mosaic_tpu.pages_per_block(pages.page_size, pages.kv_heads, pages.width, pages.data.dtype, columns),
+        block_pages=mosaic_tpu.pages_per_block(pages, columns, BLOCK_TOKENS),
         columns=columns,
         scaled=pages.scales is not None,
         sinks=sinks is not None,
@@ -160,9 +161,9 @@ def _plan(q: Any, pages: KVPages, page_table: Any, spec: AttentionSpec, sinks: A
 
 
 def _tile_tokens(tokens: int, kv_heads: int, group: int, features: Features) -> int:
-    """Query tokens of a tile: a power of two from 16, as large as its three limits and the call's tokens let it be."""
+    """Query tokens of a tile: a power of two from 16, as large as its two limits and the call's tokens let it be."""
     token_state = kv_heads * group * (2 * mosaic_tpu.LANES + features.sum_width) * 4
-    limit = min(TILE_TOKENS, TILE_ROWS // group, STATE_BYTES // token_state)
+    limit = min(TILE_ROWS // group, STATE_BYTES // token_state)
     tile = 16
     while 2 * tile <= limit and tile < tokens:
         tile *= 2
@@ -210,7 +211,7 @@ def _call(plan: _Plan, scalars: tuple[jax.Array, ...], inputs: list[jax.Array], 
     }
     if plan.scaled:
         scratch["scale_buffer"] = pltpu.VMEM((2, plan.block_pages, *pool[1].shape[1:]), jnp.float32)
-        scratch["spread"] = pltpu.VMEM((2, heads, tokens), jnp.float32)
+        scratch["spread"] = pltpu.VMEM((2, heads, 1, tokens), jnp.float32)
 
     def kernel(*refs: Any) -> None:
         named = dict(zip(scratch, refs[len(refs) - len(scratch) :], strict=True))
@@ -359,7 +360,6 @@ class _Kernel:
         column = first + index * blocks.pages
         base = column * blocks.page_size
         blocks.wait(self.row_of[item], column, end_column, slot)
-        blocks.clear_invisible(slot, base, begin, end)
         # Positions of the tile's first and last token, if both were of this sequence.
         tile_first = tile * plan.tile + self._shift(item)
         tile_last = tile_first + plan.tile - 1
@@ -368,9 +368,12 @@ class _Kernel:
         if plan.spec.window is not None:
             whole &= base > tile_last - plan.spec.window
 
+        def attend(visible: Visible | None) -> None:
+            mosaic_tpu.attend_block(blocks, self.softmax, self.queries, slot, visible, plan.spec, plan.features)
+
         @pl.when(whole)
         def _everything_visible() -> None:
-            mosaic_tpu.attend_block(blocks, self.softmax, self.queries, slot, None, plan.spec, plan.features)
+            attend(None)
 
         @pl.when(jnp.logical_not(whole))
         def _partly_visible() -> None:
@@ -380,7 +383,7 @@ class _Kernel:
             visible = (key <= query) & (query >= self.begins[item] + self._shift(item)) & (query < end)
             if plan.spec.window is not None:
                 visible &= key > query - plan.spec.window
-            mosaic_tpu.attend_block(blocks, self.softmax, self.queries, slot, visible, plan.spec, plan.features)
+            attend(Visible(visible, base, begin, end))
 
 
 def _token_of_row(plan: _Plan, shape: tuple[int, int]) -> jax.Array:

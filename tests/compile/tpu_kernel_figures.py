@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ.update(
     JAX_PLATFORMS="cpu",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-4",
     TPU_WORKER_HOSTNAMES="localhost",

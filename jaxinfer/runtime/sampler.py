@@ -242,25 +242,27 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 def _invert(weights: jax.Array, uniform: jax.Array, fallback: jax.Array) -> jax.Array:
     """The first id at which the running sum of weights f32[R, vocab] exceeds uniform f32[R] times their total.
 
-    Two levels, so that the running sums are short. `fallback` i32[R] is taken where rounding leaves no such id.
+    Two levels, so that the running sums are short. `fallback` i32[R] is taken where no weight is above zero (NaN).
     """
     blocks = blocked(weights)  # [R, n, lanes]
     sums = blocks.sum(-1)
     block_sums = jnp.cumsum(sums, axis=-1)
     target = uniform[:, None] * block_sums[:, -1:]
-    block, in_block = _first_above(block_sums, target, sums)
+    block = _first_above(block_sums, target, sums)
     row = jnp.arange(weights.shape[0])
     before = jnp.where(block > 0, block_sums[row, jnp.maximum(block - 1, 0)], 0)
     lanes = blocks[row, block]
-    lane, in_lane = _first_above(before[:, None] + jnp.cumsum(lanes, axis=-1), target, lanes)
-    return jnp.where(in_block & in_lane, block * lanes.shape[1] + lane, fallback).astype(jnp.int32)
+    lane = _first_above(before[:, None] + jnp.cumsum(lanes, axis=-1), target, lanes)
+    return jnp.where(lanes[row, lane] > 0, block * lanes.shape[1] + lane, fallback).astype(jnp.int32)
 
 
-def _first_above(running: jax.Array, target: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the running sum [R, n] of weights first exceeds target [R, 1], i32[R], and whether it does, bool[R].
+def _first_above(running: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
+    """Where the running sum [R, n] of weights first exceeds target [R, 1], i32[R]: always at a weight above zero.
 
-    Only where the weight itself is above zero: a parallel running sum is rounded differently at each place, so it may
-    rise a little where nothing was added.
+    A parallel running sum is rounded differently at each place: it may rise where nothing was added, and its end may
+    stay below a sum that was made otherwise. Then the last weight above zero is meant.
     """
-    candidates = (running > target) & (weights > 0)
-    return jnp.argmax(candidates, axis=-1).astype(jnp.int32), jnp.any(candidates, axis=-1)
+    positive = weights > 0
+    last = weights.shape[1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
+    above = (running > target) & positive
+    return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last).astype(jnp.int32)

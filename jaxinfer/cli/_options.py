@@ -101,6 +101,13 @@ ENGINE_FLAGS = (
         (_AUTO, "float32", "bfloat16"),
     ),
     Flag(
+        "kv_dtype",
+        "type of the KV cache (default: auto, that of --dtype)",
+        str,
+        None,
+        (_AUTO, "float32", "bfloat16", "int8", "float8_e4m3fn"),
+    ),
+    Flag(
         "attention",
         "attention kernels (default: auto, the best for the device)",
         str,

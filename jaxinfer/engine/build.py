@@ -35,6 +35,7 @@ class EngineOptions:
     max_batched_tokens: prompt tokens of one round.
     max_prefill_rows: prompts computed at once.
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
+    kv_dtype: of the KV pages: "float32", "bfloat16", "int8", "float8_e4m3fn" or "auto" (dtype).
     attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.
     mode: "continuous" batching, or "static" waves, to compare with.
     seed: makes requests without a seed of their own repeatable.
@@ -48,6 +49,7 @@ class EngineOptions:
     max_batched_tokens: int = 512
     max_prefill_rows: int = 8
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     attention: str = "auto"
     mode: Literal["continuous", "static"] = "continuous"
     seed: int | None = None
@@ -88,7 +90,7 @@ def load_model(model: str, options: EngineOptions, on_progress: Progress | None 
     """The part of `build_engine` before the runner: parameters on the device, and the tokenizer."""
     enable_compilation_cache()
     with open_checkpoint(model, progress=on_progress) as checkpoint:
-        config = decoder_config(checkpoint, dtype=options.dtype, attention=options.attention)
+        config = decoder_config(checkpoint, dtype=options.dtype, kv_dtype=options.kv_dtype, attention=options.attention)
         limits_for(config, options)  # refuses contradictions before the long part
         tokenizer = checkpoint.tokenizer()
         check_tokenizer(tokenizer.vocab_size, config)

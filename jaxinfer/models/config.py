@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class DecoderConfig:
     qkv_bias, output_bias, mlp_bias: whether these projections add a bias.
     qk_norm: RMSNorm of each query and key head before RoPE.
     activation: gate activation of the MLP, "silu" or "gelu_tanh".
-    dtype: parameters, activations and KV pages, "float32" or "bfloat16"; norms, softmax and logits are float32.
+    dtype: parameters and activations, "float32" or "bfloat16"; norms, softmax and logits are float32.
+    kv_dtype: KV pages, one of KV_DTYPES; "auto" is dtype. int8 and float8_e4m3fn carry a float32 scale for each key and
+        each value of a head.
     attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.
 
     Raises ValueError when the values contradict each other.
@@ -75,6 +78,7 @@ class DecoderConfig:
     qk_norm: bool = False
     activation: str = "silu"
     dtype: str = "float32"
+    kv_dtype: str = "auto"
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -94,6 +98,8 @@ class DecoderConfig:
             raise ValueError(f"RoPE rotates {self.rope.rotary_dim} features, but a head has {self.head_dim}.")
         if self.dtype not in COMPUTE_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(COMPUTE_DTYPES)}, not {self.dtype!r}.")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}.")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation must be silu or gelu_tanh, not {self.activation!r}.")
 
@@ -103,10 +109,15 @@ class DecoderConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def page_dtype(self) -> str:
+        """Type of the KV pages."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one position takes over all layers."""
-        item = 4 if self.dtype == "float32" else 2
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * item
+        """Bytes of keys and values, scales included, that one position takes over all layers."""
+        row = {"float32": 4 * self.head_dim, "bfloat16": 2 * self.head_dim}.get(self.page_dtype, self.head_dim + 4)
+        return self.num_layers * 2 * self.num_kv_heads * row
 
     def replace(self, **changes: object) -> DecoderConfig:
         """A copy with some fields changed, validated again."""

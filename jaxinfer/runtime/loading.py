@@ -12,16 +12,18 @@ from jaxinfer.runtime.programs import Progress
 from jaxinfer.runtime.steps import Params
 
 
-def decoder_config(checkpoint: Checkpoint, *, dtype: str = "auto", attention: str = "auto") -> DecoderConfig:
+def decoder_config(
+    checkpoint: Checkpoint, *, dtype: str = "auto", kv_dtype: str = "auto", attention: str = "auto"
+) -> DecoderConfig:
     """The decoder that a checkpoint describes.
 
-    dtype: "float32", "bfloat16" or "auto": float32 on CPU, elsewhere bfloat16.
+    dtype: "float32", "bfloat16" or "auto": float32 on CPU, elsewhere bfloat16. kv_dtype, attention: see DecoderConfig.
     Raises ModelError when the checkpoint describes no model that this engine runs.
     """
     config = family_of(checkpoint.config).decoder(checkpoint.config)
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return config.replace(dtype=dtype, attention=attention)
+    return config.replace(dtype=dtype, kv_dtype=kv_dtype, attention=attention)
 
 
 def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Progress | None = None) -> Params:

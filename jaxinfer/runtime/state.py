@@ -90,7 +90,7 @@ def init_state(
     """
     if num_slots < 1 or max_context < 1:
         raise ValueError(f"num_slots and max_context must be at least 1, not {num_slots} and {max_context}.")
-    dtype = jnp.dtype(config.dtype)
+    dtype = jnp.dtype(config.page_dtype)
     kv = tuple(
         empty_pages(num_pages, config.num_kv_heads, page_size, 2 * config.head_dim, dtype)
         for _ in range(config.num_layers)

@@ -6,12 +6,14 @@ program of your own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.models import Decoder, DecoderConfig
+from jaxinfer.runtime.parallel import attend_by_heads
 from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates
 from pallas_kernels import AttentionSpec, KVPages
 from pallas_kernels.paged_decode import paged_decode
@@ -46,7 +48,8 @@ def prefill_hidden(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
-        return _paged_prefill(q, k, v, pages, rows, batch.query_starts, lengths, spec=spec, impl=config.attention)
+        kernel = attend_by_heads(partial(_paged_prefill, spec=spec, impl=config.attention))
+        return kernel(q, k, v, pages, rows, batch.query_starts, lengths)
 
     positions = _flat_positions(batch)
     hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
@@ -74,7 +77,8 @@ def decode_step(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
-        return _paged_decode(q, k, v, pages, rows, lengths, spec=spec, impl=config.attention)
+        kernel = attend_by_heads(partial(_paged_decode, spec=spec, impl=config.attention))
+        return kernel(q, k, v, pages, rows, lengths)
 
     hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")

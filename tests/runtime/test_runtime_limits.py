@@ -1,0 +1,77 @@
+"""Sizes that contradict each other, and the buckets that hold every batch."""
+
+from __future__ import annotations
+
+import pytest
+from engine_tools import WIDE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.engine.build import EngineOptions, limits_for
+from jaxinfer.runtime.limits import RunnerLimits, buckets_for
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_slots": 0}, "max_slots must be a positive integer, not 0"),
+        ({"max_slots": True}, "max_slots"),
+        ({"max_context": 1}, "max_context must be at least 2"),
+        ({"page_size": 12}, "page_size must be a multiple of 8"),
+        ({"num_pages": 1}, "num_pages must be at least 2"),
+        ({"max_batched_tokens": 3}, "max_batched_tokens is 3, but must be at least max_slots"),
+        ({"max_prefill_rows": 1.5}, "max_prefill_rows"),
+    ],
+)
+def test_limits_that_contradict_each_other(changes, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        RunnerLimits(vocab_size=160, **(WIDE | changes))
+    assert str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_context": 257}, "max_context is 257, but the model was made for 256 positions"),
+        ({"kv_cache_gib": 0.0}, "kv_cache_gib must be above 0"),
+        ({"page_size": 24 + 1}, "page_size must be a multiple of 8"),
+        ({"num_pages": 1}, "num_pages must be at least 2"),
+        ({"max_slots": 0}, "max_slots"),
+    ],
+)
+def test_options_that_contradict_the_model(golden_models, options, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        limits_for(golden_models["mistral"].config, EngineOptions(**options))
+    assert str(error.value).endswith(".")
+
+
+def test_an_unknown_option_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"no engine option 'max_seqs'; the options are max_slots, .*seed\.$"):
+        EngineOptions.from_names(max_seqs=3)
+
+
+def test_the_pool_is_never_larger_than_the_slots_can_use(golden_models):
+    limits = limits_for(golden_models["mistral"].config, EngineOptions(max_slots=2, max_context=100, page_size=8))
+    assert limits.num_pages == 2 * 13 + 1
+    assert limits.pages_per_sequence == 13
+
+
+@given(
+    slots=st.integers(1, 40),
+    context=st.integers(2, 3000),
+    tokens=st.integers(1, 3000),
+    rows=st.integers(1, 12),
+    data=st.data(),
+)
+def test_every_batch_has_a_bucket(slots, context, tokens, rows, data):
+    limits = RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
+    buckets = buckets_for(limits)
+    assert len(set(buckets.prefill)) == len(buckets.prefill)
+    for count in range(1, slots + 1):
+        bucket = buckets.decode(count)
+        assert count <= bucket <= max(1, 2 * count - 1, count)
+    lengths = data.draw(st.lists(st.integers(1, context), min_size=1, max_size=rows))
+    total = min(sum(lengths), limits.max_batched_tokens)
+    held_tokens, held_rows = buckets.prefill_for(total, min(len(lengths), total))
+    assert held_tokens >= total
+    assert held_rows >= min(len(lengths), total)

@@ -1,6 +1,6 @@
-"""Compile the serving programs for a chip that is not attached, and say whether they fit and how good they can be.
+"""Compile the serving programs for a chip that is not attached; say whether they fit and how good they can be.
 
-The environment that the compilers need (see `jaxinfer.runtime.compiler_environment`) must be set before jax is imported.
+The environment that the compilers need (`jaxinfer.runtime.compiler_environment`) must be set before jax is imported.
 """
 
 from __future__ import annotations

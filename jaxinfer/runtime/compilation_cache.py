@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -12,13 +13,15 @@ from checkpoints import cache_directory
 
 def compilation_cache_directory() -> Path:
     """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, or a folder in the user's cache directory."""
-    chosen = jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    settings: Any = jax.config  # its attributes are made at run time
+    chosen = settings.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     return Path(chosen) if chosen else cache_directory() / "compiled"
 
 
 def enable_compilation_cache() -> None:
     """Keep every compiled program on disk, unless the user chose another directory or switched the cache off."""
-    if not jax.config.jax_enable_compilation_cache or jax.config.jax_compilation_cache_dir:
+    settings: Any = jax.config
+    if not settings.jax_enable_compilation_cache or settings.jax_compilation_cache_dir:
         return
     jax.config.update("jax_compilation_cache_dir", str(compilation_cache_directory()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -52,7 +52,7 @@ def prefill_hidden(
         return kernel(q, k, v, pages, rows, batch.query_starts, lengths)
 
     positions = _flat_positions(batch)
-    hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
+    hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
     return hidden, EngineState(kv, page_table, new_lengths)
 
@@ -80,19 +80,25 @@ def decode_step(
         kernel = attend_by_heads(partial(_paged_decode, spec=spec, impl=config.attention))
         return kernel(q, k, v, pages, rows, lengths)
 
-    hidden, kv = Decoder(config).apply({"params": params}, batch.token_ids, positions, state.kv, attend)
+    hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
     return logits_of(config, params, hidden), EngineState(kv, page_table, new_lengths)
 
 
 def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Hidden states [R, hidden] -> logits f32[R, vocab]."""
-    return Decoder(config).apply({"params": params}, hidden, method=Decoder.logits)
+    logits: Any = Decoder(config).apply({"params": params}, hidden, method=Decoder.logits)
+    return logits
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The kernel options of one layer."""
     return AttentionSpec(scale=config.head_dim**-0.5, window=config.windows[layer])
+
+
+def _apply(config: DecoderConfig, params: Params, *inputs: Any) -> tuple[jax.Array, tuple[KVPages, ...]]:
+    result: Any = Decoder(config).apply({"params": params}, *inputs)
+    return result
 
 
 def _updated_table(state: EngineState, updates: TableUpdates) -> jax.Array:

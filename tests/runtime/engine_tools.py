@@ -16,7 +16,7 @@ WIDE = {
     "max_slots": 4,
     "page_size": 8,
     "num_pages": 32769,
-    "max_context": 128,
+    "max_context": 256,
     "max_batched_tokens": 64,
     "max_prefill_rows": 4,
 }
@@ -24,8 +24,8 @@ WIDE = {
 NARROW = {
     "max_slots": 3,
     "page_size": 16,
-    "num_pages": 30,
-    "max_context": 112,
+    "num_pages": 40,
+    "max_context": 240,
     "max_batched_tokens": 5,
     "max_prefill_rows": 2,
 }
@@ -74,7 +74,8 @@ def random_request(numbers: np.random.Generator, vocab: int) -> tuple[list[int],
     def maybe(value: Any, otherwise: Any, chance: float = 0.3) -> Any:
         return value if numbers.random() < chance else otherwise
 
-    prompt = numbers.integers(3, vocab, numbers.integers(1, 40)).tolist()
+    # Some are longer than the 128 positions that attention takes at a time.
+    prompt = numbers.integers(3, vocab, numbers.integers(1, maybe(200, 40, 0.2))).tolist()
     max_tokens = int(numbers.integers(1, 24))
     biased = numbers.integers(0, vocab, 3).tolist()
     params = SamplingParams(

@@ -36,7 +36,7 @@ def counted_compilations():
 
 @pytest.fixture
 def runner(build_runner):
-    return build_runner("mistral", **WIDE)
+    return build_runner("qwen2", **WIDE)
 
 
 def test_the_counter_counts():

@@ -36,7 +36,6 @@ TINY = DecoderConfig(
     norm_eps=1e-5,
     rope=RopeConfig(theta=10000.0, rotary_dim=16),
     windows=(None, None),
-    tied_head=True,
 )
 
 

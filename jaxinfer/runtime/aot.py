@@ -159,15 +159,16 @@ class _Build:
             abstract_device=abstract_device,
         )
         params = abstract_params(config)
-        state = jax.eval_shape(
-            lambda: init_state(
-                config,
-                num_slots=limits.max_slots,
-                num_pages=limits.num_pages,
-                page_size=limits.page_size,
-                max_context=limits.max_context,
+        with jax.sharding.use_abstract_mesh(self.abstract_mesh):  # the layout of pages depends on the chip
+            state = jax.eval_shape(
+                lambda: init_state(
+                    config,
+                    num_slots=limits.max_slots,
+                    num_pages=limits.num_pages,
+                    page_size=limits.page_size,
+                    max_context=limits.max_context,
+                )
             )
-        )
         self.params = self._place(params, param_specs(params))
         self.state: EngineState = self._place(state, state_specs(state))
         self.weight_bytes = _bytes_per_device(self.params)
@@ -245,9 +246,10 @@ class _Build:
     def _kernel_choice(self, kind: str, rows: int, tokens: int) -> str:
         config, limits = self.config, self.limits
         heads, kv_heads = config.num_heads // self.parallel, config.num_kv_heads // self.parallel
-        dtype, per_token = jnp.dtype(config.dtype), rows if kind == "decode" else tokens
-        q = jax.ShapeDtypeStruct((per_token, heads, config.head_dim), dtype)
-        new = jax.ShapeDtypeStruct((per_token, kv_heads, config.head_dim), dtype)
+        width, dtype = self.state.kv[0].width // 2, jnp.dtype(config.dtype)
+        per_token = rows if kind == "decode" else tokens
+        q = jax.ShapeDtypeStruct((per_token, heads, width), dtype)
+        new = jax.ShapeDtypeStruct((per_token, kv_heads, width), dtype)
         pages = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), self.state.kv[0]
         )

@@ -6,6 +6,7 @@ program of your own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def prefill_hidden(
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
         kernel = attend_by_heads(partial(_paged_prefill, spec=spec, impl=config.attention))
-        return kernel(q, k, v, pages, rows, batch.query_starts, lengths)
+        return _in_page_width(kernel, q, k, v, pages, rows, batch.query_starts, lengths)
 
     positions = _flat_positions(batch)
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
@@ -78,7 +79,7 @@ def decode_step(
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
         kernel = attend_by_heads(partial(_paged_decode, spec=spec, impl=config.attention))
-        return kernel(q, k, v, pages, rows, lengths)
+        return _in_page_width(kernel, q, k, v, pages, rows, lengths)
 
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
@@ -99,6 +100,23 @@ def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
 def _apply(config: DecoderConfig, params: Params, *inputs: Any) -> tuple[jax.Array, tuple[KVPages, ...]]:
     result: Any = Decoder(config).apply({"params": params}, *inputs)
     return result
+
+
+def _in_page_width(
+    kernel: Callable[..., tuple[jax.Array, KVPages]],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    *indices: jax.Array,
+) -> tuple[jax.Array, KVPages]:
+    """The kernel on heads padded with zeros to the width that pages give them (see page_head_dim)."""
+    head_dim = q.shape[-1]
+    padding = ((0, 0), (0, 0), (0, pages.width // 2 - head_dim))
+    if padding[-1][1]:
+        q, k, v = (jnp.pad(x, padding) for x in (q, k, v))
+    out, pages = kernel(q, k, v, pages, *indices)
+    return out[..., :head_dim], pages
 
 
 def _updated_table(state: EngineState, updates: TableUpdates) -> jax.Array:

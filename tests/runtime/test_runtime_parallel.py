@@ -1,0 +1,82 @@
+"""Tensor parallelism: the same steps over several (simulated) devices give the same answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxinfer.models import DecoderConfig, RopeConfig
+from jaxinfer.runtime.parallel import check_divisible
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding
+from jaxinfer.models import DecoderConfig, RopeConfig, init_params
+from jaxinfer.runtime.parallel import MODEL_AXIS, param_specs, state_specs
+from jaxinfer.runtime.state import DecodeBatch, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import decode_step, prefill_step
+
+config = DecoderConfig(
+    vocab_size=96, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, intermediate_size=64,
+    max_positions=64, norm_eps=1e-5, rope=RopeConfig(1e4, 8), windows=(None, 5), qkv_bias=True, tied_head={tied},
+    kv_dtype="{kv_dtype}",
+)
+params = jax.tree.map(lambda x: x * 8, init_params(config, jax.random.key(0)))
+def updates(slots, columns, pages):
+    return TableUpdates(*(jnp.array(x, jnp.int32) for x in (slots, columns, pages)))
+prefill = PrefillBatch(jnp.arange(16, dtype=jnp.int32) * 5 % 96, jnp.array([0, 9, 14]), jnp.array([1, 0]),
+                       jnp.zeros(2, jnp.int32), updates([0, 1, 1], [0, 0, 1], [3, 2, 5]))
+decode = DecodeBatch(jnp.array([7, 8]), jnp.array([0, 1]), updates([2], [0], [0]))
+
+def run(mesh):
+    state = init_state(config, num_slots=2, num_pages=8, page_size=8, max_context=32)
+    own = params
+    if mesh is not None:
+        put = lambda tree, specs: jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+        own, state = put(params, param_specs(params)), put(state, state_specs(state))
+    logits, state = jax.jit(prefill_step, static_argnums=0)(config, own, state, prefill)
+    more, state = jax.jit(decode_step, static_argnums=0)(config, own, state, decode)
+    if mesh is not None:
+        assert state.kv[0].data.sharding.shard_shape(state.kv[0].data.shape)[1] == 1, state.kv[0].data.sharding
+    return np.asarray(logits), np.asarray(more)
+
+alone = run(None)
+mesh = jax.make_mesh((4,), (MODEL_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+with jax.set_mesh(mesh):
+    cut = run(mesh)
+for a, b in zip(alone, cut):
+    assert np.abs(a).max() > 1, np.abs(a).max()
+    np.testing.assert_allclose(a, b, atol={atol})
+print("equal")
+"""
+
+
+@pytest.mark.parametrize(("tied", "kv_dtype", "atol"), [(True, "auto", 2e-5), (False, "int8", 2e-5)])
+def test_four_devices_answer_as_one(tied: bool, kv_dtype: str, atol: float):
+    program = PROGRAM.format(tied=tied, kv_dtype=kv_dtype, atol=atol)
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+
+
+def test_heads_that_cannot_be_cut_evenly_are_refused():
+    config = DecoderConfig(
+        vocab_size=96,
+        hidden_size=48,
+        num_layers=1,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=8,
+        intermediate_size=64,
+        max_positions=64,
+        norm_eps=1e-5,
+        rope=RopeConfig(1e4, 8),
+        windows=(None,),
+    )
+    with pytest.raises(ValueError, match="3 key/value heads cannot be cut evenly over 2 devices"):
+        check_divisible(config, 2)

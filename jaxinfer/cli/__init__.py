@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxinfer import __version__
-from jaxinfer.cli import _bench, _compile, _convert, _generate, _info
+from jaxinfer.cli import _bench, _compile, _convert, _generate, _info, _plan
 from jaxinfer.cli._errors import BAD_USE, INTERRUPTED, UserMistake
 from jaxinfer.cli._parser import Parser
 from jaxinfer.cli._quiet import quiet_libraries
@@ -58,7 +58,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for command in (_generate, _bench, _compile, _info, _convert):
+    for command in (_generate, _bench, _plan, _compile, _info, _convert):
         command.add_parser(commands)
     return parser
 

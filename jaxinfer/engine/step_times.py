@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.core.sampling_params import SamplingParams
-from jaxinfer.core.step import PrefillRow, SlotSetup, StepWork, TableUpdate
-from jaxinfer.engine.build import EngineOptions, load_model
-from jaxinfer.models import DecoderConfig
-from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost
-from jaxinfer.runtime.limits import RunnerLimits
+from jaxinfer.core.step import PrefillRow, StepWork
+from jaxinfer.engine.device_rates import DeviceRates, measure_rates
+from jaxinfer.engine.kernel_times import random_pages
+from jaxinfer.models import DecoderConfig, abstract_params
+from jaxinfer.runtime.cost import StepCost, decode_cost, parameter_bytes, prefill_cost
+from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 from jaxinfer.runtime.programs import Progress
 from jaxinfer.runtime.runner import Runner
+from jaxinfer.runtime.steps import Params
 
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """Measured on the spot: read bandwidth in bytes/s and matrix rate in FLOP/s, in the model's type."""
-
-    bandwidth: float
-    flops: float
+MOST_STREAMED = 64
+"""Decode steps that one stream may have: so many positions more than asked for each sequence has pages for."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,10 @@ class StepTime:
     """One kind of step.
 
     kind: "decode" or "prefill". batch: sequences. tokens: positions computed for each. context: positions that each had
-    cached before. seconds: of every repetition, sampling and the transfer of its ids included. cost: the least work.
-    floor_s: least time by the measured rates; bound: "bandwidth" or "compute".
+    cached before. seconds: of every repetition as the engine runs it: dispatched, waited for, sampled ids transferred.
+    cost: the least work. floor_s: least time by the measured rates; bound: "bandwidth" or "compute".
+    stream_s: of a step when many are dispatched back to back and waited for once, the device's own time wherever the
+    host keeps ahead.
     """
 
     kind: str
@@ -47,15 +47,16 @@ class StepTime:
     cost: StepCost
     floor_s: float
     bound: str
+    stream_s: float
 
     @property
     def median_s(self) -> float:
-        """Median time of a step."""
+        """Median time of a step that is waited for."""
         return statistics.median(self.seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """Positions computed per second."""
+        """Positions computed per second, every step waited for."""
         return self.batch * self.tokens / self.median_s
 
     @property
@@ -63,12 +64,54 @@ class StepTime:
         """Median time over the floor; 1 is perfect."""
         return self.median_s / self.floor_s
 
+    @property
+    def stream_floor_ratio(self) -> float:
+        """Time of a streamed step over the floor; 1 is perfect."""
+        return self.stream_s / self.floor_s
+
+
+@dataclass(frozen=True)
+class TimerSizes:
+    """What a timer is built for.
+
+    batches: decode batches. contexts: positions that a sequence may have cached at decode. prefills: prompt lengths.
+    """
+
+    batches: tuple[int, ...] = (1, 8)
+    contexts: tuple[int, ...] = (1024,)
+    prefills: tuple[int, ...] = (512,)
+
+    def limits(self, config: DecoderConfig) -> RunnerLimits:
+        """The runner's limits. ValueError when the model was not made for so many positions."""
+        longest = max(*self.contexts, *self.prefills)
+        if longest > config.max_positions:
+            raise ValueError(f"{longest} positions are asked for, but the model was made for {config.max_positions}.")
+        page_size = 16 if jax.default_backend() == "cpu" else 64
+        batch, context = max(self.batches), longest + MOST_STREAMED
+        return RunnerLimits(
+            max_slots=batch,
+            page_size=page_size,
+            num_pages=1 + batch * -(-context // page_size),
+            max_context=context,
+            max_batched_tokens=max(*self.prefills, batch),
+            max_prefill_rows=1,
+            vocab_size=config.vocab_size,
+        )
+
+    def buckets(self, limits: RunnerLimits) -> Buckets:
+        """Of all the runner's batch shapes those that are timed."""
+        served = buckets_for(limits)
+        decode = {served.decode(batch) for batch in self.batches}
+        prefill = {served.prefill_for(tokens, 1) for tokens in self.prefills}
+        return Buckets(tuple(sorted(decode)), tuple(sorted(prefill)))
+
 
 class StepTimer:
     """A model made ready for timing; keeps no engine, only a runner.
 
-    model, dtype, attention: as in `EngineOptions`. max_batch: sequences at once. max_context: positions that a sequence
-    may have cached. max_prefill: tokens of the largest prefill.
+    model, dtype, attention: as in `EngineOptions`; see `from_params` and `with_random_weights` for models without a
+    checkpoint. sizes: what will be asked for.
+    Raises ValueError, one sentence, when the model cannot be used or does not fit the memory at these sizes.
     """
 
     def __init__(
@@ -77,45 +120,71 @@ class StepTimer:
         *,
         dtype: str = "auto",
         attention: str = "auto",
-        max_batch: int = 8,
-        max_context: int = 1024,
-        max_prefill: int = 512,
+        sizes: TimerSizes | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        options = EngineOptions(dtype=dtype, attention=attention)
-        loaded = load_model(model, options, on_progress)
-        self.config: DecoderConfig = loaded.config
-        page_size = 16 if jax.default_backend() == "cpu" else 64
-        context = max(max_context, max_prefill) + 1
-        limits = RunnerLimits(
-            max_slots=max_batch,
-            page_size=page_size,
-            num_pages=1 + max_batch * -(-context // page_size),
-            max_context=context,
-            max_batched_tokens=max(max_prefill, max_batch),
-            max_prefill_rows=1,
-            vocab_size=self.config.vocab_size,
-        )
-        self.runner = Runner(self.config, loaded.params, limits, on_progress)
-        self._prepare_slots()
+        # Checkpoint readers are not needed, and need not be installed, where the weights come from elsewhere.
+        from jaxinfer.engine.build import EngineOptions, load_model
+
+        loaded = load_model(model, EngineOptions(dtype=dtype, attention=attention), on_progress)
+        self._prepare(loaded.config, loaded.params, sizes or TimerSizes(), on_progress)
+
+    @classmethod
+    def from_params(
+        cls, config: DecoderConfig, params: Params, sizes: TimerSizes, on_progress: Progress | None = None
+    ) -> StepTimer:
+        """A timer of parameters that are on the device."""
+        timer = cls.__new__(cls)
+        timer._prepare(config, params, sizes, on_progress)
+        return timer
+
+    @classmethod
+    def with_random_weights(
+        cls, config: DecoderConfig, sizes: TimerSizes, on_progress: Progress | None = None
+    ) -> StepTimer:
+        """A timer of random parameters made on the device."""
+        check_memory(config, sizes.limits(config))
+        return cls.from_params(config, random_params(config), sizes, on_progress)
+
+    def _prepare(self, config: DecoderConfig, params: Params, sizes: TimerSizes, on_progress: Progress | None) -> None:
+        self.config = config
+        limits = sizes.limits(config)
+        check_memory(config, limits)
+        self.runner = _TimedRunner(config, params, limits, sizes.buckets(limits), on_progress)
+        self._fill()
 
     def decode(self, batch: int, context: int, repeats: int) -> list[float]:
-        """Seconds of `repeats` decode steps of `batch` sequences with `context` positions cached each."""
+        """Seconds of `repeats` decode steps of `batch` sequences with `context` positions cached each, as the engine
+        runs them: each is dispatched, waited for, and its sampled ids come to the host.
+        """
         self._check(batch, context)
-        work = StepWork(decodes=tuple(range(batch)))
-        return self._time(work, context, repeats)
+        return self._rounds(StepWork(decodes=tuple(range(batch))), context, repeats)
 
     def prefill(self, tokens: int, repeats: int) -> list[float]:
-        """Seconds of `repeats` prefills of one prompt of `tokens` tokens."""
+        """As `decode`, of `repeats` prefills of one prompt of `tokens` tokens."""
         self._check(1, tokens)
-        work = StepWork(prefills=(PrefillRow(0, tuple(self._token_ids(tokens)), 0, sample=True),))
-        return self._time(work, 0, repeats)
+        return self._rounds(StepWork(prefills=(self._prompt(tokens),)), 0, repeats)
+
+    def decode_stream(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of a decode step when `steps` (at most MOST_STREAMED) are dispatched back to back and waited for
+        once; `context` is what their sequences have cached on average.
+        """
+        self._check(batch, context)
+        steps = min(steps, MOST_STREAMED)
+        slots = tuple(range(batch))
+        return self._stream(lambda: self.runner.dispatch_decode(slots), max(1, context - steps // 2), steps)
+
+    def prefill_stream(self, tokens: int, steps: int) -> float:
+        """As `decode_stream`, of prefills of one prompt of `tokens` tokens."""
+        self._check(1, tokens)
+        row = self._prompt(tokens)
+        return self._stream(lambda: self.runner.dispatch_prefill(row), 0, steps)
 
     def rates(self) -> DeviceRates:
-        """Measure the device: one pass over a large array, and a large matrix product."""
-        return measure_rates(jnp.dtype(self.config.dtype))
+        """Measure the device."""
+        return measure_rates(self.config.dtype)
 
-    def _time(self, work: StepWork, context: int, repeats: int) -> list[float]:
+    def _rounds(self, work: StepWork, context: int, repeats: int) -> list[float]:
         seconds = []
         for repeat in range(repeats + 1):
             self._set_lengths(context)
@@ -125,88 +194,160 @@ class StepTimer:
                 seconds.append(time.perf_counter() - begin)
         return seconds
 
-    def _prepare_slots(self) -> None:
-        """Give every slot its pages and greedy sampling."""
-        limits = self.runner.limits
-        columns = limits.pages_per_sequence
-        pages = np.random.default_rng(0).permutation(np.arange(1, limits.num_pages))
-        table = pages.reshape(limits.max_slots, columns).astype(np.int32)
-        self.runner.state = dataclasses.replace(self.runner.state, page_table=jax.device_put(table))
-        greedy = SamplingParams(temperature=0)
-        for slot in range(limits.max_slots):
-            token = self._token_ids(1)[0]
-            setup = SlotSetup(slot, greedy, seed=0, prompt_ids=(token,))
-            first_page = TableUpdate(slot, 0, int(table[slot, 0]))
-            row = PrefillRow(slot, (token,), 0, sample=True)
-            self.runner.execute(StepWork((first_page,), (setup,), (row,)))
+    def _stream(self, dispatch: Callable[[], Any], context: int, steps: int, batches: int = 3) -> float:
+        self._set_lengths(context)
+        jax.block_until_ready(dispatch())
+        seconds = []
+        for _ in range(batches):
+            self._set_lengths(context)
+            begin = time.perf_counter()
+            results = [dispatch() for _ in range(steps)]
+            jax.block_until_ready(results[-1])
+            seconds.append((time.perf_counter() - begin) / steps)
+        return statistics.median(seconds)
+
+    def _fill(self) -> None:
+        """Give every slot its pages in random order, the pages random numbers, and every slot a random last token."""
+        runner, limits = self.runner, self.runner.limits
+        order = np.random.default_rng(0).permutation(np.arange(1, limits.num_pages))
+        table = order.reshape(limits.max_slots, limits.pages_per_sequence).astype(np.int32)
+        make = jax.jit(random_pages, static_argnums=(1, 2))
+        layers: list[Any] = list(runner.state.kv)
+        runner.state = dataclasses.replace(runner.state, kv=(), page_table=jax.device_put(table))
+        for index, key in enumerate(jax.random.split(jax.random.key(0, impl="rbg"), len(layers))):
+            shape = layers[index].data.shape
+            layers[index] = None  # freed before its successor is made
+            layers[index] = make(key, shape, self.config.page_dtype)
+        runner.state = dataclasses.replace(runner.state, kv=tuple(layers))
+        last_token = jax.device_put(np.array(self._token_ids(limits.max_slots), np.int32))
+        runner.sampler = dataclasses.replace(runner.sampler, last_token=last_token)
 
     def _set_lengths(self, context: int) -> None:
         lengths = np.full(self.runner.limits.max_slots, context, np.int32)
         self.runner.state = dataclasses.replace(self.runner.state, lengths=jax.device_put(lengths))
         jax.block_until_ready(self.runner.state.lengths)
 
+    def _prompt(self, tokens: int) -> PrefillRow:
+        return PrefillRow(0, tuple(self._token_ids(tokens)), 0, sample=True)
+
     def _token_ids(self, count: int) -> list[int]:
         return np.random.default_rng(1).integers(0, self.config.vocab_size, count).tolist()
 
     def _check(self, batch: int, positions: int) -> None:
         limits = self.runner.limits
-        if not 1 <= batch <= limits.max_slots or not 1 <= positions < limits.max_context:
+        most = limits.max_context - MOST_STREAMED
+        if not 1 <= batch <= limits.max_slots or not 1 <= positions <= most:
             raise ValueError(
-                f"This timer holds {limits.max_slots} sequences of {limits.max_context - 1} positions, "
-                f"not {batch} of {positions}."
+                f"This timer holds {limits.max_slots} sequences of {most} positions, not {batch} of {positions}."
             )
 
 
+class _TimedRunner(Runner):
+    """A runner of some batch shapes only, whose steps can also be dispatched without waiting for them."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Params,
+        limits: RunnerLimits,
+        buckets: Buckets,
+        on_progress: Progress | None,
+    ) -> None:
+        self._timed = buckets
+        super().__init__(config, params, limits, on_progress)
+
+    @property
+    def buckets(self) -> Buckets:
+        """The batch shapes that are compiled."""
+        return self._timed
+
+    @buckets.setter
+    def buckets(self, every: Buckets) -> None:
+        """A runner sets all that its limits allow; those that are timed are among them."""
+
+    def dispatch_decode(self, slots: Sequence[int]) -> Any:
+        """What a decode step will sample, not waited for."""
+        return self._decode(slots, ())
+
+    def dispatch_prefill(self, row: PrefillRow) -> Any:
+        """What a prefill will sample, not waited for."""
+        return self._prefill((row,), ())[0]
+
+
+def check_memory(config: DecoderConfig, limits: RunnerLimits) -> None:
+    """Raise ValueError when weights and KV pool are more than the device's memory, where that is known."""
+    weights = parameter_bytes(config)
+    pool = limits.num_pages * limits.page_size * config.kv_bytes_per_token
+    stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    on_cpu = jax.default_backend() == "cpu"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if on_cpu else stats.get("bytes_limit")
+    if memory is not None and weights + pool > memory:
+        raise ValueError(
+            f"{weights / 1e9:.1f} GB of weights and {pool / 1e9:.1f} GB of keys and values for {limits.max_slots} "
+            f"sequences of {limits.max_context} positions are more than the device's {memory / 1e9:.1f} GB; "
+            "take a smaller batch or a shorter context."
+        )
+
+
+def random_params(config: DecoderConfig, seed: int = 0) -> Params:
+    """Random parameters of `Decoder(config)`, made on the device one by one: no more than the model itself is held."""
+
+    def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return (0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+    make = jax.jit(normal, static_argnums=(1, 2))
+    shapes, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config))
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))
+    leaves = [
+        jnp.ones(leaf.shape, leaf.dtype) if path[-1].key == "scale" else make(key, leaf.shape, leaf.dtype)
+        for key, (path, leaf) in zip(keys, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def default_dtype() -> str:
+    """Type of parameters and activations where nothing else is said."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def measure_steps(
-    timer: StepTimer, batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], *, repeats: int = 20
-) -> list[StepTime]:
-    """Decode at every batch and context, prefill at every length, each against its floor."""
-    rates, config, results = timer.rates(), timer.config, []
+    timer: StepTimer,
+    rates: DeviceRates,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    prefills: Sequence[int],
+    *,
+    repeats: int = 20,
+) -> Iterator[StepTime]:
+    """Prefill at every length, decode at every batch and context, each against its floor at the measured rates."""
     for tokens in prefills:
-        cost = prefill_cost(config, tokens)
-        results.append(_step_time("prefill", 1, tokens, 0, timer.prefill(tokens, max(3, repeats // 4)), cost, rates))
+        yield measure_prefill(timer, rates, tokens, max(3, repeats // 4))
     for context in contexts:
         for batch in batches:
-            cost = decode_cost(config, batch, context)
-            results.append(_step_time("decode", batch, 1, context, timer.decode(batch, context, repeats), cost, rates))
-    return results
+            yield measure_decode(timer, rates, batch, context, repeats)
+
+
+def measure_prefill(timer: StepTimer, rates: DeviceRates, tokens: int, repeats: int) -> StepTime:
+    """Prefills of one prompt of `tokens` tokens."""
+    seconds, stream = timer.prefill(tokens, repeats), timer.prefill_stream(tokens, repeats)
+    return _step_time("prefill", 1, tokens, 0, seconds, stream, prefill_cost(timer.config, tokens), rates)
+
+
+def measure_decode(timer: StepTimer, rates: DeviceRates, batch: int, context: int, repeats: int) -> StepTime:
+    """Decode steps of `batch` sequences with `context` positions cached each."""
+    seconds, stream = timer.decode(batch, context, repeats), timer.decode_stream(batch, context, repeats)
+    return _step_time("decode", batch, 1, context, seconds, stream, decode_cost(timer.config, batch, context), rates)
 
 
 def _step_time(
-    kind: str, batch: int, tokens: int, context: int, seconds: list[float], cost: StepCost, rates: DeviceRates
+    kind: str,
+    batch: int,
+    tokens: int,
+    context: int,
+    seconds: list[float],
+    stream_s: float,
+    cost: StepCost,
+    rates: DeviceRates,
 ) -> StepTime:
     floor, bound = cost.floor_seconds(rates.bandwidth, rates.flops), cost.bound(rates.bandwidth, rates.flops)
-    return StepTime(kind, batch, tokens, context, tuple(seconds), cost, floor, bound)
-
-
-def measure_rates(dtype: jnp.dtype) -> DeviceRates:
-    """Best of several passes: a device never does better than its own best.
-
-    Bandwidth is read by a matrix-vector product over 256 MiB (4 GiB on an accelerator), far more than any cache; the
-    rate by a product of square matrices.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    item = dtype.itemsize
-    columns = 4096
-    rows = (2**28 if on_cpu else 2**32) // item // columns
-    matrix, vector = jnp.ones((columns, rows), dtype), jnp.ones((1, columns), dtype)
-    # On a CPU a vector of bfloat16 is multiplied far below the speed of memory, so bytes are read as float32 there.
-    if on_cpu and item == 2:
-        matrix, vector = jnp.ones((columns, rows // 2), jnp.float32), jnp.ones((1, columns), jnp.float32)
-    read = matrix.size * matrix.dtype.itemsize
-    bandwidth = read / _best_seconds(jax.jit(jnp.dot), vector, matrix)
-    del matrix
-    side = 2048 if on_cpu else 8192
-    square = jnp.ones((side, side), dtype)
-    rate = 2 * side**3 / _best_seconds(jax.jit(jnp.dot), square, square)
-    return DeviceRates(bandwidth, rate)
-
-
-def _best_seconds(function: Callable[..., jax.Array], *arguments: jax.Array, passes: int = 7) -> float:
-    function(*arguments).block_until_ready()
-    best = float("inf")
-    for _ in range(passes):
-        begin = time.perf_counter()
-        function(*arguments).block_until_ready()
-        best = min(best, time.perf_counter() - begin)
-    return best
+    return StepTime(kind, batch, tokens, context, tuple(seconds), cost, floor, bound, stream_s)

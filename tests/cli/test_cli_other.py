@@ -1,4 +1,4 @@
-"""Help, versions, info, convert, bench steps, and the option tables."""
+"""Help, versions, info, convert, and the option tables."""
 
 from __future__ import annotations
 
@@ -123,30 +123,3 @@ def test_convert(capsys, tiny_model, tmp_path):
         assert {name: info.shape for name, info in after.tensors.items()} == {
             name: info.shape for name, info in before.tensors.items()
         }
-
-
-@pytest.mark.slow
-def test_bench_steps(capsys, tiny_model):
-    sizes = ["--batch", "1,2", "--context", "16", "--prefill", "32", "--rounds", "4"]
-    assert main(["bench", "steps", "--model", tiny_model, *sizes, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    steps = {(step["kind"], step["batch"], step["tokens"], step["context"]): step for step in result["steps"]}
-    assert set(steps) == {("prefill", 1, 32, 0), ("decode", 1, 1, 16), ("decode", 2, 1, 16)}
-    for step in steps.values():
-        assert 0 < step["min_s"] <= step["median_s"] <= step["max_s"]
-        assert step["floor_ratio"] == pytest.approx(step["median_s"] / step["floor_s"])
-    assert steps["decode", 1, 1, 16]["repeats"] == 4
-
-
-def test_the_table_of_bench_steps_is_not_cut(capsys, monkeypatch):
-    from jaxinfer.cli import _bench
-    from jaxinfer.engine.step_times import StepTime
-    from jaxinfer.runtime.cost import StepCost
-
-    monkeypatch.setenv("COLUMNS", "40")
-    step = StepTime(
-        "decode", 8, 1, 128, (0.0512, 0.0498, 0.0734), StepCost(538_000_000, 2_200_000_000), 0.0161, "bandwidth"
-    )
-    _bench._print_table({"model": "m", "dtype": "float32", "device": "cpu", "ready_s": 1.0}, [step])
-    row = capsys.readouterr().out.strip().splitlines()[-1].split()
-    assert row == ["decode", "8", "1", "128", "51.20", "49.80", "73.40", "156.2", "16.10", "bandwidth", "3.18"]

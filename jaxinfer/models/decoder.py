@@ -63,8 +63,8 @@ class Projection(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    Queries, keys and values come from one fused kernel [hidden, kv_heads, group + 2, head_dim]: for every key/value
-    head its query heads, then its key, then its value, so that the kv_heads axis alone can be sharded.
+    Keys and values come from one kernel [hidden, 2, kv_heads, head_dim], queries from one of their own: measured faster
+    on a CPU than all three from one, and cut over devices by heads without ado.
     """
 
     config: DecoderConfig
@@ -75,33 +75,31 @@ class Attention(nn.Module):
         self, x: jax.Array, rotations: tuple[jax.Array, jax.Array], pages: KVPages, attend: Attend
     ) -> tuple[jax.Array, KVPages]:
         """x [T, hidden] -> ([T, hidden], the layer's pages)."""
-        config, tokens = self.config, x.shape[0]
-        group, width = config.group_size, config.head_dim
-        fused_shape = (config.num_kv_heads, group + 2, width)
-        fused = Projection(config.hidden_size, fused_shape, config.qkv_bias, config, name="qkv")(x)
-        q = fused[:, :, :group].reshape(tokens, config.num_heads, width)
-        k, v = fused[:, :, group], fused[:, :, group + 1]
+        config, width = self.config, self.config.head_dim
+        q_shape, kv_shape = (config.num_heads, width), (2, config.num_kv_heads, width)
+        q = Projection(config.hidden_size, q_shape, config.qkv_bias, config, name="q")(x)
+        kv = Projection(config.hidden_size, kv_shape, config.qkv_bias, config, name="kv")(x)
+        k, v = kv[:, 0], kv[:, 1]
         if config.qk_norm:
             q = RMSNorm(width, config, name="q_norm")(q)
             k = RMSNorm(width, config, name="k_norm")(k)
         out, pages = attend(self.layer, rotate(q, *rotations), rotate(k, *rotations), v, pages)
-        out = out.reshape(tokens, config.num_heads * width)
         inputs = config.num_heads * width
+        out = out.reshape(x.shape[0], inputs)
         return Projection(inputs, (config.hidden_size,), config.output_bias, config, name="out")(out), pages
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020), gate and up as one kernel [hidden, 2, intermediate]."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
 
     config: DecoderConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""
-        config = self.config
-        fused_shape = (2, config.intermediate_size)
-        gate_up = Projection(config.hidden_size, fused_shape, config.mlp_bias, config, name="gate_up")(x)
-        gate, up = gate_up[:, 0], gate_up[:, 1]
+        config, widths = self.config, (self.config.intermediate_size,)
+        gate = Projection(config.hidden_size, widths, config.mlp_bias, config, name="gate")(x)
+        up = Projection(config.hidden_size, widths, config.mlp_bias, config, name="up")(x)
         gate = nn.silu(gate) if config.activation == "silu" else nn.gelu(gate, approximate=True)
         down = Projection(config.intermediate_size, (config.hidden_size,), config.mlp_bias, config, name="down")
         return down(gate * up)

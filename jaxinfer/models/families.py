@@ -213,17 +213,15 @@ def _transposed(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(tensors[0].T)
 
 
-def _fused_qkv(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
-    """q, k and v [heads * head_dim, hidden] -> [hidden, kv_heads, group + 2, head_dim]; biases without hidden."""
-    by_head = [tensor.reshape(config.num_kv_heads, -1, config.head_dim, *tensor.shape[1:]) for tensor in tensors]
-    fused = np.concatenate(by_head, axis=1)
-    return np.ascontiguousarray(np.moveaxis(fused, 3, 0)) if fused.ndim == 4 else fused
+def _by_head(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
+    """A projection [heads * head_dim, hidden] -> [hidden, heads, head_dim]; a bias [..] -> [heads, head_dim]."""
+    split = tensors[0].reshape(-1, config.head_dim, *tensors[0].shape[1:])
+    return np.ascontiguousarray(np.moveaxis(split, 2, 0)) if split.ndim == 3 else split
 
 
-def _fused_gate_up(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
-    """gate and up [intermediate, hidden] -> [hidden, 2, intermediate]; biases without hidden."""
-    fused = np.stack(tensors)
-    return np.ascontiguousarray(np.moveaxis(fused, 2, 0)) if fused.ndim == 3 else fused
+def _joined_by_head(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
+    """Keys and values, each as in _by_head -> [hidden, 2, kv_heads, head_dim]; biases -> [2, kv_heads, head_dim]."""
+    return np.stack([_by_head(config, [tensor]) for tensor in tensors], axis=-3)
 
 
 def _q_size(config: DecoderConfig) -> int:
@@ -235,85 +233,66 @@ def _kv_size(config: DecoderConfig) -> int:
 
 
 _ATTENTION, _LAYER, _NAME = "layers_{layer}/attention", "layers_{layer}", "model.layers.{layer}"
-_QKV = tuple(f"{_NAME}.self_attn.{part}_proj" for part in "qkv")
-_GATE_UP = (f"{_NAME}.mlp.gate_proj", f"{_NAME}.mlp.up_proj")
+_Q, _K, _V = (f"{_NAME}.self_attn.{part}_proj" for part in "qkv")
+
+
+def _linear(parameter: str, tensor: str, shape: Callable[[DecoderConfig], tuple[int, int]], **when: Any) -> Rule:
+    """The kernel [inputs, outputs] of a weight [outputs, inputs]."""
+    return Rule(f"{parameter}/kernel", (f"{tensor}.weight",), lambda c: (shape(c),), _transposed, **when)
+
+
+def _bias(
+    parameter: str, tensor: str, size: Callable[[DecoderConfig], int], when: Callable[[DecoderConfig], bool]
+) -> Rule:
+    return Rule(f"{parameter}/bias", (f"{tensor}.bias",), lambda c: ((size(c),),), _same, when=when)
+
+
+def _norm(parameter: str, tensor: str, size: Callable[[DecoderConfig], int], **when: Any) -> Rule:
+    return Rule(f"{parameter}/scale", (f"{tensor}.weight",), lambda c: ((size(c),),), _same, **when)
+
 
 _RULES = (
     Rule("embedding", ("model.embed_tokens.weight",), lambda c: ((c.vocab_size, c.hidden_size),), _same),
-    Rule(f"{_LAYER}/attention_norm/scale", (f"{_NAME}.input_layernorm.weight",), lambda c: ((c.hidden_size,),), _same),
+    _norm(f"{_LAYER}/attention_norm", f"{_NAME}.input_layernorm", lambda c: c.hidden_size),
+    Rule(f"{_ATTENTION}/q/kernel", (f"{_Q}.weight",), lambda c: ((_q_size(c), c.hidden_size),), _by_head),
     Rule(
-        f"{_ATTENTION}/qkv/kernel",
-        tuple(f"{name}.weight" for name in _QKV),
-        lambda c: ((_q_size(c), c.hidden_size), (_kv_size(c), c.hidden_size), (_kv_size(c), c.hidden_size)),
-        _fused_qkv,
-    ),
-    Rule(
-        f"{_ATTENTION}/qkv/bias",
-        tuple(f"{name}.bias" for name in _QKV),
-        lambda c: ((_q_size(c),), (_kv_size(c),), (_kv_size(c),)),
-        _fused_qkv,
+        f"{_ATTENTION}/q/bias",
+        (f"{_Q}.bias",),
+        lambda c: ((_q_size(c),),),
+        _by_head,
         when=lambda c: c.qkv_bias,
     ),
     Rule(
-        f"{_ATTENTION}/q_norm/scale",
-        (f"{_NAME}.self_attn.q_norm.weight",),
-        lambda c: ((c.head_dim,),),
-        _same,
-        when=lambda c: c.qk_norm,
+        f"{_ATTENTION}/kv/kernel",
+        (f"{_K}.weight", f"{_V}.weight"),
+        lambda c: ((_kv_size(c), c.hidden_size),) * 2,
+        _joined_by_head,
     ),
     Rule(
-        f"{_ATTENTION}/k_norm/scale",
-        (f"{_NAME}.self_attn.k_norm.weight",),
-        lambda c: ((c.head_dim,),),
-        _same,
-        when=lambda c: c.qk_norm,
+        f"{_ATTENTION}/kv/bias",
+        (f"{_K}.bias", f"{_V}.bias"),
+        lambda c: ((_kv_size(c),),) * 2,
+        _joined_by_head,
+        when=lambda c: c.qkv_bias,
     ),
-    Rule(
-        f"{_ATTENTION}/out/kernel",
-        (f"{_NAME}.self_attn.o_proj.weight",),
-        lambda c: ((c.hidden_size, _q_size(c)),),
-        _transposed,
+    _norm(f"{_ATTENTION}/q_norm", f"{_NAME}.self_attn.q_norm", lambda c: c.head_dim, when=lambda c: c.qk_norm),
+    _norm(f"{_ATTENTION}/k_norm", f"{_NAME}.self_attn.k_norm", lambda c: c.head_dim, when=lambda c: c.qk_norm),
+    _linear(f"{_ATTENTION}/out", f"{_NAME}.self_attn.o_proj", lambda c: (c.hidden_size, _q_size(c))),
+    _bias(f"{_ATTENTION}/out", f"{_NAME}.self_attn.o_proj", lambda c: c.hidden_size, lambda c: c.output_bias),
+    _norm(f"{_LAYER}/mlp_norm", f"{_NAME}.post_attention_layernorm", lambda c: c.hidden_size),
+    *(
+        rule
+        for part in ("gate", "up")
+        for rule in (
+            _linear(f"{_LAYER}/mlp/{part}", f"{_NAME}.mlp.{part}_proj", lambda c: (c.intermediate_size, c.hidden_size)),
+            _bias(
+                f"{_LAYER}/mlp/{part}", f"{_NAME}.mlp.{part}_proj", lambda c: c.intermediate_size, lambda c: c.mlp_bias
+            ),
+        )
     ),
-    Rule(
-        f"{_ATTENTION}/out/bias",
-        (f"{_NAME}.self_attn.o_proj.bias",),
-        lambda c: ((c.hidden_size,),),
-        _same,
-        when=lambda c: c.output_bias,
-    ),
-    Rule(
-        f"{_LAYER}/mlp_norm/scale",
-        (f"{_NAME}.post_attention_layernorm.weight",),
-        lambda c: ((c.hidden_size,),),
-        _same,
-    ),
-    Rule(
-        f"{_LAYER}/mlp/gate_up/kernel",
-        tuple(f"{name}.weight" for name in _GATE_UP),
-        lambda c: ((c.intermediate_size, c.hidden_size),) * 2,
-        _fused_gate_up,
-    ),
-    Rule(
-        f"{_LAYER}/mlp/gate_up/bias",
-        tuple(f"{name}.bias" for name in _GATE_UP),
-        lambda c: ((c.intermediate_size,),) * 2,
-        _fused_gate_up,
-        when=lambda c: c.mlp_bias,
-    ),
-    Rule(
-        f"{_LAYER}/mlp/down/kernel",
-        (f"{_NAME}.mlp.down_proj.weight",),
-        lambda c: ((c.hidden_size, c.intermediate_size),),
-        _transposed,
-    ),
-    Rule(
-        f"{_LAYER}/mlp/down/bias",
-        (f"{_NAME}.mlp.down_proj.bias",),
-        lambda c: ((c.hidden_size,),),
-        _same,
-        when=lambda c: c.mlp_bias,
-    ),
-    Rule("final_norm/scale", ("model.norm.weight",), lambda c: ((c.hidden_size,),), _same),
+    _linear(f"{_LAYER}/mlp/down", f"{_NAME}.mlp.down_proj", lambda c: (c.hidden_size, c.intermediate_size)),
+    _bias(f"{_LAYER}/mlp/down", f"{_NAME}.mlp.down_proj", lambda c: c.hidden_size, lambda c: c.mlp_bias),
+    _norm("final_norm", "model.norm", lambda c: c.hidden_size),
     Rule(
         "head",
         ("lm_head.weight",),

@@ -24,11 +24,15 @@ _PAGES = KVPages(
     PartitionSpec(None, None, MODEL_AXIS, None),  # pyright: ignore[reportArgumentType]
 )
 _PARAMETERS = {
-    ("qkv", "kernel"): PartitionSpec(None, MODEL_AXIS, None, None),
-    ("qkv", "bias"): PartitionSpec(MODEL_AXIS, None, None),
+    ("q", "kernel"): PartitionSpec(None, MODEL_AXIS, None),
+    ("q", "bias"): PartitionSpec(MODEL_AXIS, None),
+    ("kv", "kernel"): PartitionSpec(None, None, MODEL_AXIS, None),
+    ("kv", "bias"): PartitionSpec(None, MODEL_AXIS, None),
     ("out", "kernel"): PartitionSpec(MODEL_AXIS, None),
-    ("gate_up", "kernel"): PartitionSpec(None, None, MODEL_AXIS),
-    ("gate_up", "bias"): PartitionSpec(None, MODEL_AXIS),
+    ("gate", "kernel"): PartitionSpec(None, MODEL_AXIS),
+    ("gate", "bias"): PartitionSpec(MODEL_AXIS),
+    ("up", "kernel"): PartitionSpec(None, MODEL_AXIS),
+    ("up", "bias"): PartitionSpec(MODEL_AXIS),
     ("down", "kernel"): PartitionSpec(MODEL_AXIS, None),
     ("embedding",): PartitionSpec(MODEL_AXIS, None),
     ("head",): PartitionSpec(MODEL_AXIS, None),

@@ -49,14 +49,14 @@ with jax.set_mesh(mesh):
     cut = run(mesh)
 for a, b in zip(alone, cut):
     assert np.abs(a).max() > 1, np.abs(a).max()
-    np.testing.assert_allclose(a, b, atol={atol})
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(a).max())
 print("equal")
 """
 
 
-@pytest.mark.parametrize(("tied", "kv_dtype", "atol"), [(True, "auto", 2e-5), (False, "int8", 2e-5)])
-def test_four_devices_answer_as_one(tied: bool, kv_dtype: str, atol: float):
-    program = PROGRAM.format(tied=tied, kv_dtype=kv_dtype, atol=atol)
+@pytest.mark.parametrize(("tied", "kv_dtype"), [(True, "auto"), (False, "int8")])
+def test_four_devices_answer_as_one(tied: bool, kv_dtype: str):
+    program = PROGRAM.format(tied=tied, kv_dtype=kv_dtype)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300, check=False

@@ -97,7 +97,8 @@ def test_parameters_are_those_published(plan_json, config, published):
 def test_parameters_by_module():
     modules = {module.name: module for module in make_plan(decoder(LLAMA_3_8B)).modules}
     assert modules["embedding"].parameters == modules["head"].parameters == 128256 * 4096
-    assert modules["layers/attention/qkv"].parameters == 32 * 4096 * (32 + 8 + 8) * 128
+    assert modules["layers/attention/q"].parameters == 32 * 4096 * 32 * 128
+    assert modules["layers/attention/kv"].parameters == 32 * 4096 * (8 + 8) * 128
     assert modules["layers/mlp/down"].copies == 32
     assert modules["final_norm"].parameters == 4096
 

@@ -1,8 +1,7 @@
 """Paged-attention kernels: one folder per operation, one file per lowering.
 
-    from pallas_kernels.kv_write import kv_write
-    from pallas_kernels.paged_decode import paged_decode
-    from pallas_kernels.paged_prefill import paged_prefill
+The operations are `pallas_kernels.kv_write.kv_write`, `pallas_kernels.paged_decode.paged_decode` and
+`pallas_kernels.paged_prefill.paged_prefill`.
 """
 
 from pallas_kernels.dispatch import Choice, KernelUnavailable

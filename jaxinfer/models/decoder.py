@@ -184,7 +184,7 @@ def init_params(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
         return q, pages
 
     token = jnp.zeros((1,), jnp.int32)
-    return Decoder(config).init(key, token, token, (None,) * config.num_layers, no_attention)["params"]
+    return dict(Decoder(config).init(key, token, token, (None,) * config.num_layers, no_attention)["params"])
 
 
 def abstract_params(config: DecoderConfig) -> dict[str, Any]:

@@ -184,7 +184,8 @@ class _Build:
             )
             compiled = lowered.compile()
         seconds = time.perf_counter() - started
-        memory, figures = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        memory, figures, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
+        assert memory is not None and text is not None, "both compilers report memory and text"
         cost = StepCost(cost.bytes // self.parallel, cost.flops // self.parallel)
         floor = cost.floor_seconds(self.target.chip.bandwidth, self.target.chip.flops)
         estimate = figures.get("optimal_seconds")
@@ -199,7 +200,7 @@ class _Build:
             pool_bytes=self.pool_bytes,
             in_place=memory.alias_size_in_bytes >= self.pool_bytes,
             cost=cost,
-            bytes_accessed=memory_traffic(compiled.as_text()) if self.target.chip.platform == "tpu" else None,
+            bytes_accessed=memory_traffic(text) if self.target.chip.platform == "tpu" else None,
             flops=figures.get("flops"),
             floor_s=floor,
             # The compiler's sum over operations can come out below what physics allows; then it says nothing.

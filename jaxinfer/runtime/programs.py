@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from checkpoints import Progress
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
@@ -22,8 +23,6 @@ FACTS_PER_CALL = 1024
 SCORED_PER_CALL = 32
 """Prompt positions that one call of `score` takes: their logits exist at once."""
 
-Progress = Callable[[str, int, int], None]
-"""(what is going on, steps done, steps in all)"""
 Program = Callable[..., Any]
 
 
@@ -45,12 +44,16 @@ def compile_programs(
     """Trace one program after the other and compile them on all processors."""
     tasks = list(_tasks(config, limits, buckets))
     compiled: dict[tuple[str, Any], Program] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         pending = [(key, pool.submit(lower().compile, _compiler_options())) for key, lower in _largest_first(tasks)]
         for index, (key, future) in enumerate(pending):
             compiled[key] = future.result()
             if on_progress is not None:
                 on_progress("Compiling", index + 1, len(pending))
+    finally:
+        # After an error or Ctrl-C, what has not begun is not waited for.
+        pool.shutdown(wait=False, cancel_futures=True)
 
     def family(kind: str) -> dict[Any, Program]:
         return {bucket: program for (name, bucket), program in compiled.items() if name == kind}

@@ -140,6 +140,23 @@ ENGINE_FLAGS = (
         None,
         ("continuous", "static"),
     ),
+    Flag(
+        "policy",
+        "who goes first: first come, first served, or by priority (default: fcfs)",
+        str,
+        None,
+        ("fcfs", "priority"),
+    ),
+    Flag(
+        "enable_prefix_caching",
+        "compute every prompt from its beginning, even if the cache has it",
+        settings={"action": "store_false", "flag": "no_enable_prefix_caching"},
+    ),
+    Flag(
+        "enable_chunked_prefill",
+        "compute prompts whole, while running sequences wait",
+        settings={"action": "store_false", "flag": "no_enable_chunked_prefill"},
+    ),
 )
 """Every field of EngineOptions but `seed`, which is the requests' own here."""
 

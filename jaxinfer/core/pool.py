@@ -1,9 +1,11 @@
-"""Physical KV pages: who holds which, by reference counts."""
+"""Physical KV pages: who holds which, by reference counts, and what is kept for prompts to come."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from jaxinfer.core.observer import PoolUsage
 
 PADDING_PAGE = 0
 
@@ -11,7 +13,9 @@ PADDING_PAGE = 0
 class BlockPool:
     """Hands out the pages 1 .. num_pages - 1; page 0 takes the writes of padded work and is never handed out.
 
-    A page may be held several times (`retain`) and is free again when every holder has released it.
+    A page may be held several times (`retain`) and is free again when every holder has released it. A page that was
+    named (`register`) is then kept as cache: it can be found by its name and held again, until `allocate` finds no
+    other page and evicts the one that was released longest ago.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -21,8 +25,12 @@ class BlockPool:
             raise ValueError(f"A page must hold at least 1 position, not {page_size}.")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_evictions = 0
         self._references = [0] * num_pages
         self._free = deque(range(1, num_pages))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # named and held by nobody, longest released first
+        self._page_named: dict[bytes, int] = {}
+        self._names: list[bytes | None] = [None] * num_pages
 
     @property
     def usable_pages(self) -> int:
@@ -31,8 +39,13 @@ class BlockPool:
 
     @property
     def free_pages(self) -> int:
-        """Pages nobody holds."""
-        return len(self._free)
+        """Pages nobody holds, those kept as cache included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def usage(self) -> PoolUsage:
+        """Pages held, kept only as cache, and free."""
+        return PoolUsage(self.usable_pages - self.free_pages, len(self._cached), len(self._free))
 
     def pages_for(self, positions: int) -> int:
         """Number of pages that hold this many positions."""
@@ -42,38 +55,95 @@ class BlockPool:
         """How many holders a page has."""
         return self._references[page]
 
+    def name_of(self, page: int) -> bytes | None:
+        """The name a page can be found by."""
+        return self._names[page]
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages, each held once. RuntimeError, and nothing taken, if there are fewer."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} pages were asked of the pool, but only {len(self._free)} are free.")
-        pages = [self._free.popleft() for _ in range(count)]
+        if count > self.free_pages:
+            raise RuntimeError(f"{count} pages were asked of the pool, but only {self.free_pages} are free.")
+        pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Hold pages that somebody holds already once more."""
+        """Hold pages that somebody holds already, or that are kept as cache, once more."""
         for page in pages:
-            if self._references[page] < 1:
-                raise RuntimeError(f"Page {page} is free and cannot be shared.")
+            if self._references[page] == 0:
+                if page not in self._cached:
+                    raise RuntimeError(f"Page {page} is free and cannot be shared.")
+                del self._cached[page]
             self._references[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Give up one hold on each page."""
-        for page in pages:
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up one hold on each page, the last first: of a cached chain the end is of least use without the rest."""
+        for page in reversed(pages):
             if self._references[page] < 1:
                 raise RuntimeError(f"Page {page} was released more often than it was held.")
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                if self._names[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def register(self, page: int, name: bytes) -> None:
+        """Let a held page, which must not change from now on, be found by its name.
+
+        If another page has the name already, that one stays and this one remains private.
+        """
+        if self._references[page] < 1:
+            raise RuntimeError(f"Page {page} is free and cannot be named.")
+        if self._names[page] is None and name not in self._page_named:
+            self._names[page] = name
+            self._page_named[name] = page
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """The pages of the leading names that are known; they are not held yet."""
+        found = []
+        for name in names:
+            page = self._page_named.get(name)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take the names of held pages away: nobody new shall find them."""
+        for page in pages:
+            if self._references[page] < 1:
+                raise RuntimeError(f"Page {page} is not held and cannot lose its name.")
+            self._unname(page)
 
     def check_integrity(self) -> None:
-        """RuntimeError unless every page but the padding page is either free, once, or held."""
-        free = set(self._free)
-        if len(free) != len(self._free):
+        """RuntimeError unless every page but the padding page is once free, cached or held, and every name is right."""
+        unused = [*self._free, *self._cached]
+        free = set(unused)
+        if len(free) != len(unused):
             raise RuntimeError("A page is in the free list twice.")
         if PADDING_PAGE in free or self._references[PADDING_PAGE]:
             raise RuntimeError("The padding page was handed out.")
         for page in range(1, self.num_pages):
             if (page in free) == (self._references[page] > 0):
                 raise RuntimeError(f"Page {page} has {self._references[page]} holders and free is {page in free}.")
+            name = self._names[page]
+            if name is not None and self._page_named.get(name) != page:
+                raise RuntimeError(f"Page {page} cannot be found by its name.")
+            if self._references[page] == 0 and (name is None) == (page in self._cached):
+                raise RuntimeError(f"Page {page} is kept as cache without a name, or free with one.")
+        if len(self._page_named) != sum(name is not None for name in self._names):
+            raise RuntimeError("A name leads to a page that does not have it.")
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._unname(page)
+        self.num_evictions += 1
+        return page
+
+    def _unname(self, page: int) -> None:
+        name = self._names[page]
+        if name is not None:
+            del self._page_named[name]
+            self._names[page] = None

@@ -9,6 +9,10 @@ from jaxinfer.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 SEED_RANGE = 2**32
+DEADLINE = "deadline"
+"""stop_reason of a sequence that was aborted because its deadline passed."""
+NON_FINITE = "non-finite logits"
+"""stop_reason of a sequence that was aborted because the model gave it logits that are not numbers."""
 
 
 class RequestRefused(ValueError):
@@ -26,6 +30,9 @@ class Request:
         seed: random stream of sequence 0; sequence i uses seed + i.
         eos_ids: the model's end-of-sequence ids.
         arrival: when the request came, in seconds of the scheduler's clock.
+        priority: lower goes first under the policy "priority".
+        deadline: when it ends, finished or not, in seconds of the scheduler's clock; None for never.
+        cache_salt: its pages are shared only with requests of the same salt.
         max_new_tokens: params.max_tokens capped at what context and cache hold; set when the scheduler accepts it.
         sequences: the n sequences.
     """
@@ -36,6 +43,9 @@ class Request:
     seed: int
     eos_ids: tuple[int, ...]
     arrival: float
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
     max_new_tokens: int = 0
     sequences: tuple[Sequence, ...] = field(init=False)
 
@@ -61,20 +71,35 @@ class Sequence:
         request: the request it belongs to.
         index: its number among the request's n sequences.
         seed: start of its random stream.
+        rank: its place in the order of service, lowest first; set when the scheduler accepts it.
         output_ids: tokens sampled so far.
         num_cached: leading positions whose K/V are in the cache.
+        num_shown: leading pages that the device's page table has.
+        num_named: leading pages that are full, computed and offered to others.
+        page_hashes: the root of its chain, then the names of its leading full pages as far as they are known.
+        prefix_tokens: positions it found in the cache when it first got a slot; None before.
+        prompt_tokens_reported: prompt tokens after the first whose log probabilities were handed out.
+        num_preemptions: how often it lost its slot.
         slot: its row on the device; None while waiting and after the end.
         pages: its physical pages in the order of positions.
         decoding: whether its next step feeds back the token sampled last (otherwise known tokens are still to prefill).
-        finish_reason, stop_reason: None until it ends; stop_reason is the stop string or stop id, if one ended it.
+        finish_reason, stop_reason: None until it ends; stop_reason is the stop string or stop id if one ended it,
+            DEADLINE or NON_FINITE if that aborted it.
         scheduled_at, first_token_at, last_token_at, finished_at: seconds of the scheduler's clock, None before.
     """
 
     request: Request
     index: int
     seed: int
+    rank: tuple[int, int, int] = (0, 0, 0)
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_shown: int = 0
+    num_named: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)
+    prefix_tokens: int | None = None
+    prompt_tokens_reported: int = 0
+    num_preemptions: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     decoding: bool = False
@@ -84,3 +109,15 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    def known_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """The known tokens at positions start .. end - 1."""
+        prompt = self.request.prompt_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return (*prompt[start:], *self.output_ids[max(0, start - len(prompt)) : end - len(prompt)])

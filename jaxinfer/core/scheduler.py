@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxinfer.core.observer import (
+    Observer,
+    RequestQueued,
+    SequenceFinished,
+    SequenceId,
+    SequencePreempted,
+    unobserved,
+)
 from jaxinfer.core.pool import BlockPool
-from jaxinfer.core.request import FinishReason, Request, RequestRefused, Sequence
+from jaxinfer.core.prefix_hashes import page_hash, page_hashes, root_hash
+from jaxinfer.core.request import DEADLINE, NON_FINITE, FinishReason, Request, RequestRefused, Sequence
 from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
 from jaxinfer.core.stop import banned_until_min_tokens, finish_by_token
 
@@ -29,6 +38,13 @@ class SchedulerConfig:
         mode: "continuous" admits a sequence whenever there is room; "static" admits the next wave only when the
             previous one has wholly finished.
         max_prefill_rows: most sequences prefilled in one round; None for as many as there are slots.
+        policy: who goes first, at admission and for pages: "fcfs" in order of arrival, "priority" by Request.priority,
+            the lowest first, then in order of arrival.
+        enable_prefix_caching: find the leading full pages of a prompt in the cache instead of computing them.
+        enable_chunked_prefill: cut prompts to fit a round's budget beside the decodes. Otherwise a prompt is computed
+            whole, in a round without decodes.
+        reserve_full: admit a sequence only when the pages for all it can come to need are free, and keep them for it,
+            so that nothing is ever preempted. Otherwise what is free now decides.
     """
 
     max_slots: int
@@ -38,6 +54,10 @@ class SchedulerConfig:
     max_batched_tokens: int
     mode: Literal["continuous", "static"] = "continuous"
     max_prefill_rows: int | None = None
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    reserve_full: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_slots", 1), ("page_size", 1), ("num_pages", 2), ("max_context", 2)):
@@ -49,13 +69,33 @@ class SchedulerConfig:
             )
         if self.mode not in ("continuous", "static"):
             raise ValueError(f"mode must be 'continuous' or 'static', not {self.mode!r}.")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority', not {self.policy!r}.")
         if self.max_prefill_rows is not None and self.max_prefill_rows < 1:
             raise ValueError(f"max_prefill_rows must be at least 1, not {self.max_prefill_rows}.")
 
 
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What happened since the scheduler was made.
+
+    Attributes:
+        preemptions: sequences that lost slot and pages.
+        prefix_queries: known tokens of the sequences that were looked up in the prefix cache.
+        prefix_hits: those of them that were found.
+    """
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """What one committed round gave one sequence: perhaps a token, perhaps entries about prompt tokens."""
+    """What one committed round gave one sequence: perhaps a token, perhaps entries about prompt tokens.
+
+    A sequence that failed in the round has neither, and finish_reason "abort".
+    """
 
     sequence: Sequence
     token: SampledToken | None
@@ -72,6 +112,8 @@ class _Round:
     slot_setups: list[SlotSetup] = field(default_factory=list)
     prefills: list[PrefillRow] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
+    being_written: set[bytes] = field(default_factory=set)  # names of the pages that this round fills
+    short_of_pages: bool = False
 
     @property
     def can_prefill(self) -> bool:
@@ -82,24 +124,48 @@ class _Round:
 
 
 class Scheduler:
-    """First come, first served. One round decodes every running sequence, then prefills under what is left of the
-    token budget. Pages are taken as tokens come; at admission the pages a sequence can come to need are reserved, so a
-    running sequence never waits for a page.
+    """Serves sequences in the order of their rank. One round decodes every running sequence and prefills under what is
+    left of the token budget.
 
-    Rounds are serial: schedule, run the work, commit (or abandon), schedule again. add, cancel and finish may come at
-    any moment between. Not thread-safe.
+    Pages are taken as tokens come. A sequence that needs a page when none is free takes those of the lowest-ranked
+    running sequence, which then waits again and is later computed anew, prompt and output; the lowest-ranked itself
+    just skips the round. So the highest-ranked always advances. To keep this rare, a sequence is admitted only when
+    the pages for its known tokens are free, and one more for each that runs.
+
+    With prefix caching, full pages get a name once they are computed, and a sequence starts behind the leading pages
+    whose names it knows. One whose next page is being computed in the very round (n > 1, equal prompts) is admitted a
+    round later, when it can share it; in static waves it computes its own.
+
+    Rounds are serial: schedule, run the work, commit (or abandon), schedule again. add, cancel, finish and expire may
+    come at any moment between. Not thread-safe.
+
+    Args:
+        config: the limits.
+        clock: seconds; arrivals and deadlines are given and times recorded in it.
+        observer: told of requests queued, sequences preempted and sequences finished.
+        model_version: names model, weights and adapter; pages are found only under the same one.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        observer: Observer = unobserved,
+        model_version: str = "",
+    ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_pages, config.page_size)
+        self.counts = SchedulerCounts()
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self.waiting: list[Sequence] = []  # in order of rank
+        self.running: list[Sequence] = []  # in order of rank
         self._clock = clock
+        self._observer = observer
+        self._model_version = model_version
         self._slots: list[Sequence | None] = [None] * config.max_slots
         self._free_slots = list(range(config.max_slots))  # a heap: low slots first
-        self._reserved_pages = 0  # promised to running sequences and not taken yet
+        self._num_added = 0
+        self._deadlines: list[tuple[float, str]] = []  # a heap
         self._in_flight: StepWork | None = None
 
     @property
@@ -109,32 +175,66 @@ class Scheduler:
 
     @property
     def reserved_pages(self) -> int:
-        """Free pages that are promised to running sequences."""
-        return self._reserved_pages
+        """Pages that running sequences were admitted for and have not taken yet."""
+        return sum(max(0, self._pages_promised(s) - len(s.pages)) for s in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request. RequestRefused, with the numbers, if it can never be served."""
         if request.request_id in self.requests:
             raise RequestRefused(f"Request {request.request_id!r} is still being served; use another id.")
+        if request.priority and self.config.policy != "priority":
+            raise RequestRefused(
+                f"The request has priority {request.priority}, but the policy is 'fcfs'; leave the priority out or"
+                " serve with the policy 'priority'."
+            )
         request.max_new_tokens = self._token_limit(request)
         self.requests[request.request_id] = request
-        self.waiting.extend(request.sequences)
+        self._num_added += 1
+        hashes = self._prompt_hashes(request)
+        for sequence in request.sequences:
+            sequence.rank = (request.priority, self._num_added, sequence.index)
+            sequence.page_hashes = hashes.copy()
+            insort(self.waiting, sequence, key=_rank)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._observer(
+            RequestQueued(
+                self._clock(),
+                request.arrival,
+                request.request_id,
+                len(request.prompt_ids),
+                request.max_new_tokens,
+                len(request.sequences),
+            )
+        )
 
-    def cancel(self, request_id: str) -> Request | None:
+    def cancel(self, request_id: str, stop_reason: str | None = None) -> Request | None:
         """End every unfinished sequence of a request with reason "abort"; None if no such request is unfinished."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in request.sequences:
-                self.finish(sequence, "abort")
+                self.finish(sequence, "abort", stop_reason)
         return request
+
+    def expire(self) -> list[Request]:
+        """Cancel the requests whose deadline has passed, and return them."""
+        now = self._clock()
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self.requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None and request.deadline is not None and request.deadline <= now:
+                self.cancel(request.request_id, DEADLINE)
+                expired.append(request)
+        return expired
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and release its slot and pages.
 
-        One that has ended already stays as it is, except that a stop string found in its last text outranks length.
+        One that has ended already stays as it is, except that a stop string found in its last text outranks length and
+        stop ids.
         """
         if sequence.finish_reason is not None:
-            if sequence.finish_reason == "length" and reason == "stop":
+            if sequence.finish_reason != "abort" and reason == "stop" and isinstance(stop_reason, str):
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
         sequence.finish_reason = reason
@@ -143,52 +243,44 @@ class Scheduler:
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
-            self._release(sequence)
+            self._leave_slot(sequence)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
+        self._observer(SequenceFinished(sequence.finished_at, _sequence_id(sequence), reason, len(sequence.output_ids)))
 
     def schedule(self) -> StepWork:
         """The next round's work; empty when nothing waits or runs."""
         if self._in_flight is not None:
             raise RuntimeError("The previous round must be committed or abandoned before the next is scheduled.")
         current = _Round(self.config.max_batched_tokens, self.config.max_prefill_rows or self.config.max_slots)
-        admitting = self.config.mode == "continuous" or not self.running
-        for sequence in self.running:
-            if sequence.decoding:
-                self._decode(sequence, current)
-        for sequence in self.running:
-            if not sequence.decoding:
-                self._prefill(sequence, current)
-        if admitting:
-            self._admit(current)
+        if self.config.enable_chunked_prefill:
+            self._decode_and_prefill(current)
+        else:
+            self._prefill_or_decode(current)
         self._in_flight = current.work()
         if self._in_flight.is_empty and self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished, but none can go on.")
         return self._in_flight
 
-    def commit(self, work: StepWork, result: StepResult) -> list[SequenceProgress]:
-        """Record what the round gave; sequences that ended by token or length are released.
+    def commit(self, work: StepWork, result: StepResult, now: float | None = None) -> list[SequenceProgress]:
+        """Record what the round gave; sequences that ended by token or length, or failed, are released.
 
-        Sequences cancelled since `schedule` are passed over.
+        Sequences cancelled since `schedule` are passed over. `now` is the time of the tokens, None for the clock's.
         """
         self._land(work)
-        now = self._clock()
+        now = self._clock() if now is None else now
         progress = []
         for slot in work.decodes:
             sequence = self._slots[slot]
             if sequence is not None:
-                sequence.num_cached += 1
-                self._append(sequence, result.sampled[slot], now)
-                progress.append(SequenceProgress(sequence, result.sampled[slot], ()))
+                token = self._record(sequence, slot, 1, True, result, now)
+                progress.append(SequenceProgress(sequence, token, ()))
         for row in work.prefills:
             sequence = self._slots[row.slot]
             if sequence is not None:
-                sequence.num_cached += len(row.token_ids)
-                token = result.sampled[row.slot] if row.sample else None
-                if token is not None:
-                    sequence.decoding = True
-                    self._append(sequence, token, now)
-                progress.append(SequenceProgress(sequence, token, result.prompt_logprobs.get(row.slot, ())))
+                entries = self._new_entries(sequence, row, result.prompt_logprobs.get(row.slot, ()))
+                token = self._record(sequence, row.slot, len(row.token_ids), row.sample, result, now)
+                progress.append(SequenceProgress(sequence, token, entries))
         return progress
 
     def abandon(self, work: StepWork) -> list[Request]:
@@ -201,8 +293,14 @@ class Scheduler:
             self.cancel(request.request_id)
         return lost
 
+    def owners(self, work: StepWork) -> dict[int, SequenceId]:
+        """Slot -> sequence for every slot that the round works on, without sequences that have ended since."""
+        slots = (*work.decodes, *(row.slot for row in work.prefills))
+        owned = ((slot, self._slots[slot]) for slot in slots)
+        return {slot: _sequence_id(sequence) for slot, sequence in owned if sequence is not None}
+
     def check_integrity(self) -> None:
-        """RuntimeError unless pages, slots and reservations agree with the sequences; for tests and debugging."""
+        """RuntimeError unless pages, names, slots and queues agree with the sequences; for tests and debugging."""
         self.pool.check_integrity()
         holds = [0] * self.config.num_pages
         for sequence in self.running:
@@ -217,11 +315,36 @@ class Scheduler:
             raise RuntimeError("A slot is lost or owned twice.")
         if any(sequence.pages or sequence.slot is not None for sequence in self.waiting):
             raise RuntimeError("A waiting sequence holds a page or a slot.")
-        owed = sum(self.pool.pages_for(s.request.max_positions) - len(s.pages) for s in self.running)
-        if owed != self._reserved_pages or owed > self.pool.free_pages:
-            raise RuntimeError(
-                f"{self._reserved_pages} pages are reserved, {owed} owed and {self.pool.free_pages} free."
-            )
+        self._check_queues()
+        self._check_names()
+        if self.config.reserve_full and self.reserved_pages > self.pool.free_pages:
+            raise RuntimeError(f"{self.reserved_pages} pages are reserved, but {self.pool.free_pages} free.")
+
+    def _check_queues(self) -> None:
+        for queue in (self.waiting, self.running):
+            if queue != sorted(queue, key=_rank):
+                raise RuntimeError("A queue is not in the order of rank.")
+        unfinished = [s for r in self.requests.values() for s in r.sequences if s.finish_reason is None]
+        if sorted(unfinished, key=_rank) != sorted([*self.waiting, *self.running], key=_rank):
+            raise RuntimeError("An unfinished sequence is in no queue, or in two.")
+
+    def _check_names(self) -> None:
+        size = self.config.page_size
+        for sequence in self.running:
+            if sequence.num_named * size > sequence.num_cached:
+                raise RuntimeError("A page is offered to others before it is computed.")
+            known = sequence.known_ids(0, sequence.num_named * size)
+            if (
+                sequence.num_named
+                and page_hashes(sequence.page_hashes[0], known, size)
+                != (sequence.page_hashes[: sequence.num_named + 1])
+            ):
+                raise RuntimeError("A page is named after other tokens than it holds.")
+            for page, name in zip(sequence.pages, sequence.page_hashes[1 : sequence.num_named + 1], strict=False):
+                if self.pool.name_of(page) not in (None, name):
+                    raise RuntimeError(f"Page {page} has the name of another.")
+            if any(self.pool.name_of(page) is not None for page in sequence.pages[sequence.num_named :]):
+                raise RuntimeError("A page that is still written can be found by others.")
 
     # Admission
 
@@ -232,6 +355,12 @@ class Scheduler:
             raise RequestRefused(
                 f"The prompt has {prompt} tokens, but the context holds {context} including at least one new token;"
                 " shorten the prompt."
+            )
+        if not self.config.enable_chunked_prefill and prompt > self.config.max_batched_tokens:
+            raise RequestRefused(
+                f"The prompt has {prompt} tokens, but without chunked prefill a round computes at most"
+                f" {self.config.max_batched_tokens}; shorten the prompt, raise max_batched_tokens or enable chunked"
+                " prefill."
             )
         asked = request.params.max_tokens
         positions = self.pool.usable_pages * self.pool.page_size
@@ -245,65 +374,165 @@ class Scheduler:
             )
         return limit
 
+    def _prompt_hashes(self, request: Request) -> list[bytes]:
+        if not self.config.enable_prefix_caching:
+            return []
+        root = root_hash(self._model_version, request.cache_salt)
+        return page_hashes(root, request.prompt_ids, self.config.page_size)
+
     def _admit(self, current: _Round) -> None:
         # A static wave is fixed when it starts, even if its prefill then takes several rounds.
-        while self.waiting and (current.can_prefill or self.config.mode == "static"):
+        static = self.config.mode == "static"
+        while self.waiting and self._free_slots and (current.can_prefill or static):
             sequence = self.waiting[0]
-            needed = self.pool.pages_for(sequence.request.max_positions)
-            if not self._free_slots or needed > self.pool.free_pages - self._reserved_pages:
+            names = self._sharable(sequence)
+            prefix = self.pool.find(names)
+            if not static and not current.being_written.isdisjoint(names[len(prefix) : len(prefix) + 1]):
                 return
-            self.waiting.popleft()
-            self._reserved_pages += needed
-            self._enter_slot(sequence, current)
+            if self._pages_needed(sequence, prefix) > self._pages_to_spare():
+                return
+            del self.waiting[0]
+            self._enter_slot(sequence, prefix, current)
             self._prefill(sequence, current)
 
-    def _enter_slot(self, sequence: Sequence, current: _Round) -> None:
+    def _sharable(self, sequence: Sequence) -> list[bytes]:
+        """Names of the pages it can take from the cache; its last known position is always computed, for its logits."""
+        if self._prompt_report(sequence) is not None:
+            return []  # log probabilities need every position computed
+        return sequence.page_hashes[1 : (sequence.num_known - 1) // self.config.page_size + 1]
+
+    def _pages_needed(self, sequence: Sequence, prefix: SequenceOf[int]) -> int:
+        """How many pages nobody holds now its admission claims."""
+        return self._pages_promised(sequence) - sum(self.pool.reference_count(page) > 0 for page in prefix)
+
+    def _pages_promised(self, sequence: Sequence) -> int:
+        """How many pages a sequence is admitted for, those it holds included."""
+        if self.config.reserve_full:
+            return self.pool.pages_for(sequence.request.max_positions)
+        return 0 if sequence.decoding else self.pool.pages_for(sequence.num_known)
+
+    def _pages_to_spare(self) -> int:
+        headroom = 0 if self.config.reserve_full else len(self.running)
+        return self.pool.free_pages - self.reserved_pages - headroom
+
+    def _enter_slot(self, sequence: Sequence, prefix: list[int], current: _Round) -> None:
         slot = heapq.heappop(self._free_slots)
         self._slots[slot] = sequence
         sequence.slot = slot
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_rank)
+        self.pool.retain(prefix)
+        sequence.pages = prefix
+        sequence.num_named = len(prefix)
+        sequence.num_cached = len(prefix) * self.config.page_size
+        if sequence.prefix_tokens is None:
+            sequence.prefix_tokens = sequence.num_cached
+        if self.config.enable_prefix_caching:
+            self.counts.prefix_queries += sequence.num_known
+            self.counts.prefix_hits += sequence.num_cached
         request = sequence.request
         banned = banned_until_min_tokens(request.params, request.eos_ids)
         current.slot_setups.append(
             SlotSetup(slot, request.params, sequence.seed, request.prompt_ids, tuple(sequence.output_ids), banned)
         )
 
-    # Work of one sequence in one round
+    # Work of a round
+
+    def _decode_and_prefill(self, current: _Round) -> None:
+        admitting = self.config.mode == "continuous" or not self.running
+        # Decodes come first in the budget, but pages go by rank: whoever loses its pages has no work yet in this round.
+        current.tokens_left -= sum(sequence.decoding for sequence in self.running)
+        self._work_through(current, decodes=True, prefills=True)
+        if admitting and not current.short_of_pages:
+            self._admit(current)
+
+    def _prefill_or_decode(self, current: _Round) -> None:
+        admitting = self.config.mode == "continuous" or not self.running
+        self._work_through(current, decodes=False, prefills=True)
+        if admitting and not current.short_of_pages:
+            self._admit(current)
+        if not current.prefills:
+            self._work_through(current, decodes=True, prefills=False)
+
+    def _work_through(self, current: _Round, *, decodes: bool, prefills: bool) -> None:
+        index = 0
+        while index < len(self.running):  # it loses sequences at its end while pages are short
+            sequence = self.running[index]
+            if sequence.decoding and decodes:
+                self._decode(sequence, current)
+            elif prefills and not sequence.decoding:
+                self._prefill(sequence, current)
+            index += 1
 
     def _decode(self, sequence: Sequence, current: _Round) -> None:
-        slot = self._take_pages(sequence, sequence.num_cached + 1, current)
-        current.decodes.append(slot)
-        current.tokens_left -= 1
+        end = sequence.num_cached + 1
+        if self._take_pages(sequence, end, current) == end:
+            current.decodes.append(self._show_pages(sequence, current))
 
     def _prefill(self, sequence: Sequence, current: _Round) -> None:
-        """Compute as much of the prompt as the round has room for."""
+        """Compute as many of the known tokens as the round has room for."""
         if not current.can_prefill:
             return
-        prompt = sequence.request.prompt_ids
-        start = sequence.num_cached
-        end = min(len(prompt), start + current.tokens_left)
-        ends_prompt = end == len(prompt)
-        slot = self._take_pages(sequence, end, current)
-        report = sequence.request.params.prompt_logprobs if sequence.index == 0 else None
-        next_token = None if ends_prompt else prompt[end]
-        current.prefills.append(PrefillRow(slot, prompt[start:end], start, ends_prompt, report, next_token))
+        start, known = sequence.num_cached, sequence.num_known
+        end = min(known, start + current.tokens_left)
+        if end < known and not self._may_cut(known - start):
+            return
+        end = self._take_pages(sequence, end, current)
+        if end <= start:
+            return
+        slot = self._show_pages(sequence, current)
+        ends_known = end == known
+        next_token = None if ends_known else sequence.known_ids(end, end + 1)[0]
+        report = self._prompt_report(sequence)
+        current.prefills.append(PrefillRow(slot, sequence.known_ids(start, end), start, ends_known, report, next_token))
+        size = self.config.page_size
+        current.being_written.update(sequence.page_hashes[start // size + 1 : end // size + 1])
         current.tokens_left -= end - start
         current.rows_left -= 1
         if sequence.scheduled_at is None:
             sequence.scheduled_at = self._clock()
 
+    def _may_cut(self, tokens: int) -> bool:
+        """Whether that many tokens may be computed in pieces: a sequence computed again may not fit a round whole."""
+        return self.config.enable_chunked_prefill or tokens > self.config.max_batched_tokens
+
+    def _prompt_report(self, sequence: Sequence) -> int | None:
+        """How many likely tokens to report for each prompt token; None once that is done or if it is not wanted."""
+        request = sequence.request
+        done = sequence.index > 0 or sequence.prompt_tokens_reported >= len(request.prompt_ids) - 1
+        return None if done else request.params.prompt_logprobs
+
     def _take_pages(self, sequence: Sequence, positions: int, current: _Round) -> int:
-        """Make sure the sequence has pages for this many positions; returns its slot."""
+        """Get pages for this many positions, if need be from sequences of lower rank; returns how many it has."""
+        missing = self.pool.pages_for(positions) - len(sequence.pages)
+        if missing <= 0:
+            return positions
+        while missing > self.pool.free_pages and self.running[-1] is not sequence:
+            self._preempt(current)
+        if missing > self.pool.free_pages:
+            current.short_of_pages = True
+            missing = self.pool.free_pages
+        sequence.pages += self.pool.allocate(missing)
+        return min(positions, len(sequence.pages) * self.config.page_size)
+
+    def _show_pages(self, sequence: Sequence, current: _Round) -> int:
+        """Enter the pages the device does not know yet into its table; returns the sequence's slot."""
         slot = sequence.slot
         if slot is None:
-            raise RuntimeError("A sequence without a slot cannot take pages.")
-        missing = self.pool.pages_for(positions) - len(sequence.pages)
-        if missing > 0:
-            for page in self.pool.allocate(missing):
-                current.table_updates.append(TableUpdate(slot, len(sequence.pages), page))
-                sequence.pages.append(page)
-            self._reserved_pages -= missing
+            raise RuntimeError("A sequence without a slot cannot work.")
+        for column in range(sequence.num_shown, len(sequence.pages)):
+            current.table_updates.append(TableUpdate(slot, column, sequence.pages[column]))
+        sequence.num_shown = len(sequence.pages)
         return slot
+
+    def _preempt(self, current: _Round) -> None:
+        """Take slot and pages from the running sequence of lowest rank; its tokens stay known."""
+        sequence = self.running[-1]
+        slot = self._leave_slot(sequence)
+        insort(self.waiting, sequence, key=_rank)
+        sequence.num_preemptions += 1
+        self.counts.preemptions += 1
+        current.short_of_pages = True
+        self._observer(SequencePreempted(self._clock(), _sequence_id(sequence), slot))
 
     # After the round
 
@@ -311,6 +540,33 @@ class Scheduler:
         if work is not self._in_flight:
             raise RuntimeError("Only the round that was scheduled last can be committed or abandoned.")
         self._in_flight = None
+
+    def _record(
+        self, sequence: Sequence, slot: int, count: int, sampled: bool, result: StepResult, now: float
+    ) -> SampledToken | None:
+        """Count `count` positions as cached and take the token sampled after them, if any."""
+        if slot in result.failed:
+            self.pool.forget(sequence.pages)
+            self.finish(sequence, "abort", NON_FINITE)
+            return None
+        sequence.num_cached += count
+        if sequence.page_hashes and sequence.num_cached // self.config.page_size > sequence.num_named:
+            self._name_pages(sequence)
+        if not sampled:
+            return None
+        token = result.sampled[slot]
+        sequence.decoding = True
+        self._append(sequence, token, now)
+        return token
+
+    def _name_pages(self, sequence: Sequence) -> None:
+        """Offer the pages that became full to sequences to come."""
+        size, hashes = self.config.page_size, sequence.page_hashes
+        for column in range(sequence.num_named, sequence.num_cached // size):
+            if column + 1 == len(hashes):
+                hashes.append(page_hash(hashes[column], sequence.known_ids(column * size, (column + 1) * size)))
+            self.pool.register(sequence.pages[column], hashes[column + 1])
+        sequence.num_named = sequence.num_cached // size
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         sequence.output_ids.append(token.id)
@@ -321,15 +577,34 @@ class Scheduler:
         if end is not None:
             self.finish(sequence, end.reason, end.stop_reason)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _new_entries(
+        self, sequence: Sequence, row: PrefillRow, entries: SequenceOf[SampledToken]
+    ) -> SequenceOf[SampledToken]:
+        """The row's entries about prompt tokens that were not reported before the sequence was preempted."""
+        reported = sequence.prompt_tokens_reported
+        prompt_left = max(0, len(sequence.request.prompt_ids) - 1 - row.start)
+        new = entries[max(0, reported - row.start) : prompt_left]
+        sequence.prompt_tokens_reported += len(new)
+        return new
+
+    def _leave_slot(self, sequence: Sequence) -> int:
         slot = sequence.slot
         if slot is None:
             raise RuntimeError("A sequence without a slot has nothing to release.")
         self.running.remove(sequence)
-        self._reserved_pages -= self.pool.pages_for(sequence.request.max_positions) - len(sequence.pages)
         self.pool.release(sequence.pages)
         sequence.pages = []
+        sequence.num_cached = sequence.num_shown = sequence.num_named = 0
         sequence.slot = None
         sequence.decoding = False
         self._slots[slot] = None
         heapq.heappush(self._free_slots, slot)
+        return slot
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank
+
+
+def _sequence_id(sequence: Sequence) -> SequenceId:
+    return SequenceId(sequence.request.request_id, sequence.index)

@@ -49,7 +49,7 @@ class PrefillRow:
         start: position of the first one; every position before it is in the cache already.
         sample: whether this row ends the known tokens, so that the next one is sampled from its last position.
         prompt_logprobs: how many most likely tokens to report for each prompt token, or None for no report.
-        next_token: the prompt token that follows the row, None when the row ends the prompt. With prompt_logprobs set
+        next_token: the known token that follows the row, None when the row ends them. With prompt_logprobs set
             the row reports on the tokens after its positions: token_ids[1:] and next_token unless that is None.
     """
 
@@ -113,7 +113,9 @@ class StepResult:
         sampled: slot -> sampled token, for every slot in decodes and every prefill row with sample=True.
         prompt_logprobs: slot -> entries for the tokens that follow the row's positions, in order (see
             PrefillRow.next_token), for every row that asked for them.
+        failed: slots whose logits were not all finite numbers; what was sampled for them means nothing.
     """
 
     sampled: Mapping[int, SampledToken]
     prompt_logprobs: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
+    failed: frozenset[int] = frozenset()

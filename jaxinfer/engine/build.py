@@ -38,6 +38,9 @@ class EngineOptions:
     kv_dtype: of the KV pages: "float32", "bfloat16", "int8", "float8_e4m3fn" or "auto" (dtype).
     attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.
     mode: "continuous" batching, or "static" waves, to compare with.
+    policy: "fcfs", first come, first served, or "priority", the lowest priority number first.
+    enable_prefix_caching: keep the pages of prompts and answers, and do not compute a prompt's known beginning again.
+    enable_chunked_prefill: cut long prompts, so that running sequences go on beside them.
     seed: makes requests without a seed of their own repeatable.
     """
 
@@ -52,6 +55,9 @@ class EngineOptions:
     kv_dtype: str = "auto"
     attention: str = "auto"
     mode: Literal["continuous", "static"] = "continuous"
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
     seed: int | None = None
 
     @classmethod
@@ -83,7 +89,16 @@ def build_engine(model: str, options: EngineOptions | None = None, on_progress: 
     options = options or EngineOptions()
     loaded = load_model(model, options, on_progress)
     runner = Runner(loaded.config, loaded.params, limits_for(loaded.config, options), on_progress)
-    return Engine(runner, loaded.tokenizer, mode=options.mode, seed=options.seed)
+    return Engine(
+        runner,
+        loaded.tokenizer,
+        mode=options.mode,
+        policy=options.policy,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        model_version=model,
+        seed=options.seed,
+    )
 
 
 def load_model(model: str, options: EngineOptions, on_progress: Progress | None = None) -> LoadedModel:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, Protocol
 
+from jaxinfer.core.observer import Observer, RoundFinished, unobserved
 from jaxinfer.core.request import SEED_RANGE, Request
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, SequenceProgress
@@ -57,14 +58,18 @@ class Engine:
     `add_request` queues, `step` runs one round and returns what is new, `abort` ends a request at any moment. A mistake
     in a request is a ValueError from `add_request` and disturbs no other request. If a round fails on the device,
     `step` raises, the requests in that round end with reason "abort" (their outputs come with the next `step`) and the
-    others go on. Not thread-safe: call it from one thread, or from one at a time.
+    others go on. A sequence whose logits are not finite numbers ends alone, with reason "abort" and stop_reason
+    NON_FINITE. Not thread-safe: call it from one thread, or from one at a time.
 
     Args:
         runner: executes rounds.
         tokenizer: the model's tokenizer.
         mode: "continuous" batching or "static" waves.
+        policy, enable_prefix_caching, enable_chunked_prefill, reserve_full: see SchedulerConfig.
+        model_version: names model, weights and adapter for the prefix cache.
         seed: makes the random streams of requests without a seed of their own repeatable.
         clock: seconds; arrivals are given and metrics measured in it.
+        observer: told of every event.
     """
 
     def __init__(
@@ -73,8 +78,14 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         mode: Literal["continuous", "static"] = "continuous",
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        reserve_full: bool = False,
+        model_version: str = "",
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        observer: Observer = unobserved,
     ) -> None:
         limits = runner.limits
         config = SchedulerConfig(
@@ -85,13 +96,18 @@ class Engine:
             max_batched_tokens=limits.max_batched_tokens,
             mode=mode,
             max_prefill_rows=limits.max_prefill_rows,
+            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            reserve_full=reserve_full,
         )
         self.runner = runner
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config, clock)
+        self.scheduler = Scheduler(config, clock, observer, model_version)
         self._vocab_size = limits.vocab_size
         self._eos_ids = tuple(token_id for token_id in tokenizer.eos_ids if 0 <= token_id < limits.vocab_size)
         self._clock = clock
+        self._observer = observer
         self._random = random.Random(seed)
         self._token_text = lru_cache(_TOKEN_TEXTS_KEPT)(lambda token_id: tokenizer.decode([token_id], False))
         self._states: dict[str, RequestState] = {}
@@ -109,6 +125,10 @@ class Engine:
         params: SamplingParams | None = None,
         arrival: float | None = None,
         output_kind: OutputKind = OutputKind.CUMULATIVE,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> None:
         """Queue a request.
 
@@ -118,6 +138,10 @@ class Engine:
             params: generation parameters; None for the defaults.
             arrival: when the request came, in seconds of the engine's clock; None for now.
             output_kind: how much each of its outputs carries.
+            priority: lower goes first; only with the policy "priority".
+            timeout_s: seconds after its arrival when the request ends, finished or not, with reason "abort" and
+                stop_reason DEADLINE; None for no limit.
+            cache_salt: cached prefixes are shared only between requests of the same salt.
 
         Raises:
             RequestRefused: (a ValueError) the prompt is empty or has ids outside the vocabulary, a parameter names such
@@ -128,19 +152,37 @@ class Engine:
         check_params(params, self._vocab_size)
         seed = self._random.randrange(SEED_RANGE) if params.seed is None else params.seed
         now = self._clock() if arrival is None else arrival
-        request = Request(request_id, prompt_ids, params, seed, self._eos_ids, now)
+        deadline = None if timeout_s is None else now + timeout_s
+        request = Request(
+            request_id,
+            prompt_ids,
+            params,
+            seed,
+            self._eos_ids,
+            now,
+            priority=priority,
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
         self.scheduler.add(request)
         self._states[request_id] = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
 
     def step(self) -> list[RequestOutput]:
         """Run one round; outputs of the requests it brought forward."""
         outputs, self._undelivered = self._undelivered, []
+        outputs += [self._states.pop(request.request_id).abort() for request in self.scheduler.expire()]
         if not self.scheduler.has_unfinished:
             return outputs
+        host_start = self._clock()
         work = self.scheduler.schedule()
+        waiting, running, pages = len(self.scheduler.waiting), len(self.scheduler.running), self.scheduler.pool.usage
+        start = self._clock()
         result = self._execute(work)
-        progress = self.scheduler.commit(work, result)
-        return outputs + self._postprocess(progress)
+        end = self._clock()
+        owners = self.scheduler.owners(work)
+        outputs += self._postprocess(self.scheduler.commit(work, result, end))
+        self._observer(RoundFinished(host_start, start, end, self._clock(), work, owners, waiting, running, pages))
+        return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its last output (reason "abort"), or None if no such request is unfinished."""
@@ -166,6 +208,9 @@ class Engine:
                 stop = state.completions[item.sequence.index].push(item.token)
                 if stop is not None:
                     self.scheduler.finish(item.sequence, "stop", stop)
+                changed[request_id] = state
+            elif item.sequence.finish_reason == "abort":
+                state.completions[item.sequence.index].abort()
                 changed[request_id] = state
         for request_id, state in changed.items():
             if state.request.finished:

@@ -126,6 +126,7 @@ class RequestState:
             outputs=tuple(output for output in shown if output is not None),
             finished=request.finished,
             metrics=request_metrics(request) if request.finished else None,
+            num_cached_tokens=request.sequences[0].prefix_tokens,
         )
 
     def _complete_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
@@ -164,4 +165,6 @@ def request_metrics(request: Request) -> RequestMetrics:
         e2e_s=max(ends) - request.arrival,
         num_prompt_tokens=len(request.prompt_ids),
         num_output_tokens=sum(len(s.output_ids) for s in sequences),
+        num_cached_tokens=sequences[0].prefix_tokens or 0,
+        num_preemptions=sum(s.num_preemptions for s in sequences),
     )

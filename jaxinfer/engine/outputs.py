@@ -43,7 +43,8 @@ class CompletionOutput:
         cumulative_logprob: sum of the sampled tokens' log probabilities; None when logprobs were not asked for.
         logprobs: one entry per token of token_ids; None when not asked for.
         finish_reason: "stop", "length" or "abort"; None while it goes on.
-        stop_reason: the stop string or stop id that ended it; None for end of sequence, length and abort.
+        stop_reason: the stop string or stop id that ended it, "deadline" or "non-finite logits" if that aborted it;
+            None for end of sequence, length and cancelling.
     """
 
     index: int
@@ -71,6 +72,8 @@ class RequestMetrics:
         e2e_s: from arrival to the end.
         num_prompt_tokens: length of the prompt.
         num_output_tokens: sampled tokens of all completions.
+        num_cached_tokens: prompt tokens of the first completion that were found in the prefix cache.
+        num_preemptions: how often a completion lost its pages and was computed again.
     """
 
     queue_s: float | None
@@ -79,6 +82,8 @@ class RequestMetrics:
     e2e_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ class RequestOutput:
         outputs: its completions (see OutputKind).
         finished: whether all completions have ended.
         metrics: timing, once finished.
+        num_cached_tokens: prompt tokens of the first completion that were found in the prefix cache; None until it
+            starts.
     """
 
     request_id: str
@@ -102,3 +109,4 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime import programs as compiled
 from jaxinfer.runtime import sampler
+from jaxinfer.runtime.lanes import sum_of
 from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 from jaxinfer.runtime.programs import Programs, Progress
 from jaxinfer.runtime.state import PrefillBatch, TableUpdates, init_state
 from jaxinfer.runtime.steps import Params
+
+TABLE_UPDATES_PER_CALL = 256
+"""Page table entries that one call of `update_table` takes."""
+
+
+def update_table(page_table: jax.Array, updates: TableUpdates) -> jax.Array:
+    """Page table i32[slots, max_pages] with the updates; donate it."""
+    return page_table.at[updates.slots, updates.columns].set(updates.pages, mode="drop")
+
+
+def finite_rows(logits: jax.Array) -> jax.Array:
+    """bool[R]: whether every one of a row's logits f32[R, vocab] is a finite number."""
+    return sum_of((~jnp.isfinite(logits)).astype(jnp.int32)) == 0
 
 
 class Runner:
@@ -35,6 +51,11 @@ class Runner:
         self.buckets: Buckets = buckets_for(limits)
         self.programs: Programs = compiled.compile_programs(config, limits, self.buckets, on_progress)
         self.reset()
+        table_updates = compiled.updates_of(TABLE_UPDATES_PER_CALL)
+        self._update_table = (
+            jax.jit(update_table, donate_argnums=0).lower(self.state.page_table, table_updates).compile()
+        )
+        self._finite_rows = {rows: self._compile_finite_rows(rows) for rows in self.programs.sample}
 
     def reset(self) -> None:
         """Empty the cache and every slot."""
@@ -59,17 +80,21 @@ class Runner:
         prompt_logprobs: dict[int, list[SampledToken]] = {}
         # Both are dispatched before either is waited for.
         decoded = self._decode(work.decodes, decode_updates) if work.decodes else None
+        failed: set[int] = set()
         if work.prefills:
-            choice, hidden = self._prefill(work.prefills, prefill_updates)
+            choice, finite, hidden = self._prefill(work.prefills, prefill_updates)
             prompt_logprobs = self._score(work.prefills, hidden)
             sampled |= self._read(choice, [row.slot if row.sample else None for row in work.prefills])
+            failed |= _false_slots(finite, [row.slot for row in work.prefills])
         if decoded is not None:
-            sampled |= self._read(decoded, work.decodes)
-        return StepResult(sampled, prompt_logprobs)
+            choice, finite = decoded
+            sampled |= self._read(choice, work.decodes)
+            failed |= _false_slots(finite, work.decodes)
+        return StepResult(sampled, prompt_logprobs, frozenset(failed))
 
     # --- decode and prefill ------------------------------------------------------------------------------------------
 
-    def _decode(self, slots: Sequence[int], updates: Sequence[TableUpdate]) -> sampler.Sampled:
+    def _decode(self, slots: Sequence[int], updates: Sequence[TableUpdate]) -> tuple[sampler.Sampled, jax.Array]:
         rows = self.buckets.decode(len(slots))
         padded = self._padded_slots(slots, rows)
         step = self.programs.decode[rows]
@@ -80,7 +105,7 @@ class Runner:
 
     def _prefill(
         self, prefills: Sequence[PrefillRow], updates: Sequence[TableUpdate]
-    ) -> tuple[sampler.Sampled, jax.Array]:
+    ) -> tuple[sampler.Sampled, jax.Array, jax.Array]:
         counts = [len(row.token_ids) for row in prefills]
         tokens, rows = self.buckets.prefill_for(sum(counts), len(prefills))
         token_ids = np.zeros(tokens, np.int32)
@@ -90,21 +115,29 @@ class Runner:
         starts = np.zeros(rows, np.int32)
         starts[: len(prefills)] = [row.start for row in prefills]
         update_count = compiled.prefill_updates(tokens, rows, self.limits.page_size)
+        self._enter_table(updates[update_count:])  # pages found in the prefix cache come in any number
         batch = PrefillBatch(
             token_ids,  # pyright: ignore[reportArgumentType]  # numpy arrays are moved by the compiled program
             query_starts,  # pyright: ignore[reportArgumentType]
             self._padded_slots([row.slot for row in prefills], rows),  # pyright: ignore[reportArgumentType]
             starts,  # pyright: ignore[reportArgumentType]
-            self._table_updates(updates, update_count),
+            self._table_updates(updates[:update_count], update_count),
         )
         logits, hidden, self.state = self.programs.prefill[tokens, rows](self.params, self.state, batch)
         # A row that does not end its prompt is sampled as padding: nothing of it is kept.
         sampling = [row.slot if row.sample else self.limits.max_slots for row in prefills]
-        return self._sample(logits, self._padded_slots(sampling, rows)), hidden
+        return *self._sample(logits, self._padded_slots(sampling, rows)), hidden
 
-    def _sample(self, logits: jax.Array, slots: np.ndarray) -> sampler.Sampled:
+    def _sample(self, logits: jax.Array, slots: np.ndarray) -> tuple[sampler.Sampled, jax.Array]:
+        finite = self._finite_rows[len(slots)](logits)
         choice, self.sampler = self.programs.sample[len(slots)](self.sampler, logits, slots)
-        return choice
+        return choice, finite
+
+    def _enter_table(self, updates: Sequence[TableUpdate]) -> None:
+        for first in range(0, len(updates), TABLE_UPDATES_PER_CALL):
+            some = self._table_updates(updates[first : first + TABLE_UPDATES_PER_CALL], TABLE_UPDATES_PER_CALL)
+            page_table = self._update_table(self.state.page_table, some)
+            self.state = dataclasses.replace(self.state, page_table=page_table)
 
     def _padded_slots(self, slots: Sequence[int], rows: int) -> np.ndarray:
         padded = np.full(rows, self.limits.max_slots, np.int32)
@@ -157,6 +190,10 @@ class Runner:
             scored += [entries.token(skipped + index, count) for index in range(len(some))]
         return scored
 
+    def _compile_finite_rows(self, rows: int) -> compiled.Program:
+        logits = jax.ShapeDtypeStruct((rows, self.limits.vocab_size), jnp.float32)
+        return jax.jit(finite_rows).lower(logits).compile()
+
     # --- slots -------------------------------------------------------------------------------------------------------
 
     def _set_up(self, setups: Sequence[SlotSetup]) -> None:
@@ -181,6 +218,11 @@ class Runner:
         self.sampler = self.programs.add_token_facts(
             self.sampler, slots, ids, counts, table[3].astype(np.uint8), table[4]
         )
+
+
+def _false_slots(flags: jax.Array, slots: Sequence[int]) -> set[int]:
+    """The slots, one per leading row of flags bool[R], whose flag is not set."""
+    return {slot for slot, flag in zip(slots, np.asarray(flags).tolist(), strict=False) if not flag}
 
 
 _Fact = tuple[int, int, int, int, float]

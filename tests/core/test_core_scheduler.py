@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pathlib
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_first_round_describes_the_sequence_completely():
 
 
 def test_pages_are_taken_as_tokens_come_and_promised_at_admission():
-    scheduler = Scheduler(CONFIG)
+    scheduler = Scheduler(replace(CONFIG, reserve_full=True))
     scheduler.add(request("r", 4, max_tokens=6))  # 9 positions: 3 pages
     taken = []
     while scheduler.has_unfinished:
@@ -84,7 +85,7 @@ def test_prefill_rows_per_round_are_limited():
 
 
 def test_cut_rows_name_the_next_prompt_token():
-    scheduler = Scheduler(CONFIG)
+    scheduler = Scheduler(replace(CONFIG, enable_prefix_caching=False))
     scheduler.add(request("r", 10, prompt_logprobs=1, n=2))
     rows = [row for _ in range(3) for row in run_round(scheduler)[0].prefills]
     assert [(row.slot, row.start, row.next_token, row.prompt_logprobs) for row in rows] == [
@@ -175,7 +176,7 @@ def test_impossible_configurations_are_refused(values):
 
 
 def test_integrity_check_sees_a_lost_page_and_a_wrong_reservation():
-    scheduler = Scheduler(CONFIG)
+    scheduler = Scheduler(replace(CONFIG, reserve_full=True))
     scheduler.add(request("r", 6))
     run_round(scheduler)
     pages = scheduler.running[0].pages
@@ -183,7 +184,7 @@ def test_integrity_check_sees_a_lost_page_and_a_wrong_reservation():
     with pytest.raises(RuntimeError, match=f"Page {page} has 1 holds, but 0 users"):
         scheduler.check_integrity()
     pages.append(page)
-    scheduler._reserved_pages += 1
+    scheduler.running[0].request.max_new_tokens = 100
     with pytest.raises(RuntimeError, match="pages are reserved"):
         scheduler.check_integrity()
 

@@ -104,7 +104,7 @@ class FakeRunner:
         for slot, column, page in work.table_updates:
             self._tables[slot][column] = page
         for setup in work.slot_setups:
-            self._slots[setup.slot] = _Slot(setup, self._tables[setup.slot])
+            self._slots[setup.slot] = _Slot(setup, self._tables[setup.slot], sampled=len(setup.output_ids))
         for slot in work.decodes:
             self._write(self._slots[slot], [self._slots[slot].last], self._slots[slot].length)
         for row in work.prefills:

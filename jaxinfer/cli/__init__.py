@@ -1,4 +1,4 @@
-"""The `jaxinfer` command: generate, bench, compile, info and convert."""
+"""The `jaxinfer` command: one module for each of its commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxinfer import __version__
-from jaxinfer.cli import _bench, _compile, _convert, _generate, _info, _plan
+from jaxinfer.cli import _bench, _compile, _convert, _generate, _info, _plan, _simulate
 from jaxinfer.cli._errors import BAD_USE, INTERRUPTED, UserMistake
 from jaxinfer.cli._parser import Parser
 from jaxinfer.cli._quiet import quiet_libraries
@@ -22,6 +22,8 @@ _EPILOG = """examples:
   jaxinfer generate                                    # on a terminal: a chat
   jaxinfer generate --model ./my-model --temperature 0.7 --json "First prompt" "Second prompt"
   jaxinfer bench steps --batch 1,8
+  jaxinfer plan --config config.json --target v6e-4
+  jaxinfer simulate --example
   jaxinfer compile --config config.json --target v6e-4
   jaxinfer info
 """
@@ -58,7 +60,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for command in (_generate, _bench, _plan, _compile, _info, _convert):
+    for command in (_generate, _bench, _plan, _simulate, _compile, _info, _convert):
         command.add_parser(commands)
     return parser
 

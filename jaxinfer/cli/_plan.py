@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def add_config_source(parser: argparse.ArgumentParser) -> None:
+def add_config_source(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options that `read_decoder` reads."""
     parser.add_argument("--model", metavar="M", help=MODEL_HELP)
     parser.add_argument("--config", metavar="FILE", help="a config.json instead of a model")

@@ -248,10 +248,9 @@ def _limit_reached(round_: RoundTimeline, capacity: Capacity) -> str:
 
 def _execution_bottleneck(rounds: Sequence[RoundTimeline], device: float, queue_share: float) -> Bottleneck:
     prefill = _per(sum(round_.device_s for round_ in rounds if round_.prefill_rows), device)
-    median = 1e3 * _median(round_.device_s for round_ in rounds if not round_.prefill_rows)
     evidence = (
         f"rounds with prefill took {_percent(prefill)} of the device's time, those with decodes only "
-        f"{_percent(1 - prefill)} (median {median:.3g} ms); waiting took {_percent(queue_share)} of the requests' time."
+        f"{_percent(1 - prefill)}; waiting took {_percent(queue_share)} of the requests' time."
     )
     return Bottleneck("prefill" if prefill > 0.5 else "decode", evidence)
 

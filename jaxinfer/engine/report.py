@@ -25,22 +25,22 @@ _NARROW = 3.0
 
 @dataclass(frozen=True)
 class TimeUnit:
-    """How times are written: value / seconds with a suffix; None for the seconds chooses a unit by size."""
+    """How times are written: in seconds with a unit by size, or as bare numbers of ticks; per: name of one of them."""
 
-    seconds: float | None
-    suffix: str
+    per: str
+    ticks: bool = False
 
     def text(self, value: float) -> str:
         """A time in this unit."""
-        if self.seconds is not None:
-            return f"{value / self.seconds:.4g}{self.suffix}"
+        if self.ticks:
+            return f"{value:.4g}"
         if abs(value) >= 1 or value == 0:
             return f"{value:.4g} s"
         return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} µs"
 
 
-SECONDS = TimeUnit(None, "")
-TICKS = TimeUnit(1.0, "")
+SECONDS = TimeUnit("s")
+TICKS = TimeUnit("tick", ticks=True)
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,11 @@ def _figures(section: ReportSection) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("", "mean", "p50", "p90", "p99"))
     rows = "".join(f"<tr><th>{name}</th>{_cells(values, unit)}</tr>" for name, values in latencies.items())
     good = [] if summary.good is None else [("within the objective", f"{summary.good} of {summary.sequences}")]
-    per = "" if unit is SECONDS else " a tick"
     counts = [
         ("complete", f"{summary.complete} of {summary.sequences}"),
         *good,
         ("duration", unit.text(summary.duration_s)),
-        ("output tokens", f"{summary.output_tokens} ({summary.output_tokens_per_s:.4g}{per or '/s'})"),
+        ("output tokens", f"{summary.output_tokens} ({summary.output_tokens_per_s:.4g}/{unit.per})"),
         ("KV pages held", f"{100 * summary.kv_mean:.0f}% on average, {100 * summary.kv_peak:.0f}% at most"),
         ("cache hits", f"{100 * summary.hit_rate:.1f}% of known tokens"),
         ("preemptions", str(summary.preemptions)),

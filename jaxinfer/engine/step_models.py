@@ -1,0 +1,147 @@
+"""How long a round takes, for the simulator: by measured steps, or by the roofline of a chip."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.core.simulator import RoundShape
+from jaxinfer.models import DecoderConfig
+from jaxinfer.runtime.chips import Target
+from jaxinfer.runtime.cost import StepCost, head_weights, matmul_weights, weight_bytes_read
+from jaxinfer.runtime.limits import Buckets
+
+_LARGEST_FILE = 2**24
+_Points = Sequence[tuple[float, float]]
+"""(size, seconds), sizes rising."""
+
+
+class MeasuredSteps:
+    """Step times between those that `jaxinfer bench steps --json` measured, in the batch shapes that would run.
+
+    Decode is linear between measured contexts and batches, and beyond the largest. Prefill is linear between measured
+    lengths; one token takes what the smallest decode takes. What a chunk's earlier positions cost is left out. A round
+    takes its decode and its prefill one after the other.
+    Raises ValueError, one sentence, when the file is none of `bench steps` or has no decode or no prefill.
+    """
+
+    def __init__(self, path: str | Path, buckets: Buckets) -> None:
+        decodes, prefills = _read_steps(Path(path))
+        self._buckets = buckets
+        self._decode: list[tuple[int, _Points]] = sorted(
+            (batch, sorted((context, s) for b, context, s in decodes if b == batch))
+            for batch in {batch for batch, _, _ in decodes}
+        )
+        one_token = self._decode[0][1][0][1]
+        longer = {tokens: s for tokens, s in prefills if tokens > 1}
+        self._prefill: _Points = [(1, min(one_token, *longer.values())), *sorted(longer.items())]
+
+    def __call__(self, shape: RoundShape) -> float:
+        """Seconds of a round."""
+        seconds = 0.0
+        if shape.decode_contexts:
+            rows = self._buckets.decode(len(shape.decode_contexts))
+            context = statistics.fmean(shape.decode_contexts)
+            seconds += _between([(batch, _between(points, context)) for batch, points in self._decode], rows)
+        if shape.prefills:
+            tokens = sum(computed for _, computed in shape.prefills)
+            seconds += _between(self._prefill, self._buckets.prefill_for(tokens, len(shape.prefills))[0])
+        return seconds
+
+
+class RooflineSteps:
+    """Rounds that take `floor_ratio` times the least time by the datasheet, on so many of a target's devices.
+
+    The least work is that of `decode_cost` and `prefill_cost`, counted for every sequence by its own context. A round
+    takes its decode and its prefill one after the other.
+    """
+
+    def __init__(self, config: DecoderConfig, target: Target, devices: int, floor_ratio: float = 1.0) -> None:
+        self._bandwidth, self._rate = devices * target.chip.bandwidth, devices * target.chip.flops
+        self._ratio = floor_ratio
+        self._counts = tuple(Counter(config.windows).items())  # (window, layers)
+        self._weight_bytes = weight_bytes_read(config)
+        self._embedding_bytes = config.hidden_size * (4 if config.dtype == "float32" else 2)
+        self._logit_bytes = 4 * config.vocab_size
+        self._kv_bytes = config.kv_bytes_per_token
+        self._kv_bytes_per_layer = config.kv_bytes_per_token // config.num_layers
+        self._pair_flops = 4 * config.num_heads * config.head_dim
+        self._token_flops, self._head_flops = 2 * matmul_weights(config), 2 * head_weights(config)
+
+    def __call__(self, shape: RoundShape) -> float:
+        """Seconds of a round."""
+        costs = []
+        if shape.decode_contexts:
+            costs.append(self.cost([(context, 1) for context in shape.decode_contexts], reads_new=True))
+        if shape.prefills:
+            costs.append(self.cost(shape.prefills, reads_new=False))
+        return self._ratio * sum(cost.floor_seconds(self._bandwidth, self._rate) for cost in costs)
+
+    def cost(self, rows: Sequence[tuple[int, int]], *, reads_new: bool) -> StepCost:
+        """The least work of one program for (positions cached before, positions computed) of every sequence.
+
+        reads_new: whether the new keys and values are read from memory too, as decode does.
+        """
+        tokens = sum(computed for _, computed in rows)
+        moved = self._weight_bytes + tokens * (self._embedding_bytes + self._kv_bytes) + len(rows) * self._logit_bytes
+        flops = tokens * self._token_flops + len(rows) * self._head_flops
+        for start, computed in rows:
+            moved += self._visible(start + computed if reads_new else start) * self._kv_bytes_per_layer
+            flops += self._pairs(start, computed) * self._pair_flops
+        return StepCost(moved, flops)
+
+    def _visible(self, length: int) -> int:
+        """Positions seen at this length, over all layers."""
+        return sum(layers * (length if window is None else min(window, length)) for window, layers in self._counts)
+
+    def _pairs(self, start: int, computed: int) -> int:
+        """(query, key) pairs of these new positions, over all layers."""
+        pairs = 0
+        for window, layers in self._counts:
+            growing = computed if window is None else min(max(window - start, 0), computed)
+            full = 0 if window is None else (computed - growing) * window
+            pairs += layers * (growing * start + growing * (growing + 1) // 2 + full)
+        return pairs
+
+
+def _between(points: _Points, size: float) -> float:
+    """Linear between the points and beyond the last; below the first, and with a single point, constant."""
+    if len(points) == 1 or size <= points[0][0]:
+        return points[0][1]
+    index = min(bisect.bisect_left(points, (size, -math.inf)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
+    return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
+
+
+def _read_steps(path: Path) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+    """(batch, context, seconds) of decodes and (tokens, seconds) of prefills."""
+    if path.is_file() and path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"{path} is too large for the output of `jaxinfer bench steps --json`.")
+    try:
+        steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
+        decodes = [(_size(s, "batch"), _size(s, "context"), _median(s)) for s in steps if s["kind"] == "decode"]
+        prefills = [(_size(s, "tokens"), _median(s)) for s in steps if s["kind"] == "prefill" and s["batch"] == 1]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not the output of `jaxinfer bench steps --json`.") from error
+    if not decodes or not prefills:
+        raise ValueError(f"{path} needs at least one decode and one prefill step of batch 1; measure both.")
+    return decodes, prefills
+
+
+def _size(step: Mapping[str, Any], key: str) -> int:
+    if not isinstance(step[key], int) or step[key] < 0:
+        raise ValueError(key)
+    return step[key]
+
+
+def _median(step: Mapping[str, Any]) -> float:
+    seconds = float(step["median_s"])
+    if not 0 < seconds < math.inf:
+        raise ValueError("median_s")
+    return seconds

@@ -185,7 +185,8 @@ class _Build:
             compiled = lowered.compile()
         seconds = time.perf_counter() - started
         memory, figures, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
-        assert memory is not None and text is not None, "both compilers report memory and text"
+        assert memory is not None, "both compilers report memory"
+        assert text is not None, "both compilers report the program's text"
         cost = StepCost(cost.bytes // self.parallel, cost.flops // self.parallel)
         floor = cost.floor_seconds(self.target.chip.bandwidth, self.target.chip.flops)
         estimate = figures.get("optimal_seconds")

@@ -31,7 +31,7 @@ class Choice:
 
 
 def current_platform() -> str:
-    """"cpu", "cuda", "rocm" or "tpu": what the code being traced will run on.
+    """What the code being traced will run on: "cpu", "cuda", "rocm" or "tpu".
 
     An abstract mesh with a named device (a compile for a chip that is not attached) wins over the default backend.
     """

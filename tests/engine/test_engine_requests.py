@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_runner import EOS_IDS, VOCAB_SIZE, FakeLimits, FakeRunner, FakeTokenizer, log_softmax, logits
 
+from jaxinfer.core.observer import RoundFinished
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.step import SampledToken, StepResult
 from jaxinfer.engine import Engine, OutputKind, RequestRefused
@@ -327,3 +328,88 @@ def test_request_without_a_token_has_no_first_token_time():
     clock.now += 2
     metrics = engine.abort("r").metrics
     assert (metrics.queue_s, metrics.ttft_s, metrics.itl_s, metrics.e2e_s) == (None, None, None, 2)
+
+
+# Prefix cache, deadlines, failures and events
+
+
+def test_cached_tokens_are_shown():
+    engine = Engine(FakeRunner(), FakeTokenizer())
+    prompt = [3 + i for i in range(10)]
+    for expected, salt in ((0, ""), (8, ""), (0, "tenant")):
+        engine.add_request("r", prompt, SamplingParams(max_tokens=2, ignore_eos=True), cache_salt=salt)
+        outputs = finish(engine)
+        assert [output.num_cached_tokens for output in outputs] == [expected] * 2
+        assert outputs[-1].metrics.num_cached_tokens == expected
+    engine.add_request("r", prompt)
+    assert engine.abort("r").num_cached_tokens is None  # it never started
+
+
+def test_a_deadline_ends_its_request_with_what_it_has_and_no_other():
+    clock = Clock()
+
+    def pass_a_second(work):
+        clock.now += 1
+
+    engine = Engine(FakeRunner(FakeLimits(max_slots=1), pass_a_second), FakeTokenizer(), clock=clock)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    engine.add_request("late", "abcd", params, arrival=99.0, timeout_s=4.0)
+    engine.add_request("waits", "abcd", params, timeout_s=3.0)
+    engine.add_request("other", "abc", SamplingParams(max_tokens=1, ignore_eos=True), timeout_s=60.0)
+    ends = {output.request_id: output for output in finish(engine) if output.finished}
+    reasons = {name: (end.outputs[0].finish_reason, end.outputs[0].stop_reason) for name, end in ends.items()}
+    assert reasons == {"late": ("abort", "deadline"), "waits": ("abort", "deadline"), "other": ("length", None)}
+    assert [len(ends[name].outputs[0].token_ids) for name in ("late", "waits")] == [3, 0]
+    assert ends["late"].metrics.e2e_s == 4
+    engine.scheduler.check_integrity()
+
+
+class FailingRunner(FakeRunner):
+    """From its third round on, the logits of slot 0 are not numbers."""
+
+    def execute(self, work):
+        result = super().execute(work)
+        return StepResult(result.sampled, result.prompt_logprobs, frozenset([0] if len(self.history) > 2 else []))
+
+
+def test_a_sequence_without_finite_logits_ends_alone():
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, stop=["zz"])
+    healthy = Engine(FakeRunner(), FakeTokenizer())
+    engine = Engine(FailingRunner(), FakeTokenizer())
+    results = []
+    for some in (healthy, engine):
+        some.add_request("a", "abcd", params)
+        some.add_request("b", "bcda", params)
+        results.append({output.request_id: output.outputs[0] for output in finish(some) if output.finished})
+    whole, broken = results
+    assert (broken["a"].finish_reason, broken["a"].stop_reason) == ("abort", "non-finite logits")
+    assert broken["a"].token_ids == whole["a"].token_ids[:2]
+    assert whole["a"].text.startswith(broken["a"].text)
+    assert broken["b"] == whole["b"]
+    engine.scheduler.check_integrity()
+
+
+def test_priority_goes_first():
+    engine = Engine(FakeRunner(FakeLimits(max_slots=1)), FakeTokenizer(), policy="priority")
+    for name, priority in (("last", 5), ("first", -5), ("middle", 0)):
+        engine.add_request(name, "abc", SamplingParams(max_tokens=1, ignore_eos=True), priority=priority)
+    assert [output.request_id for output in finish(engine)] == ["first", "middle", "last"]
+
+
+def test_observers_are_told_of_every_round():
+    events = []
+    engine = Engine(FakeRunner(FakeLimits(num_pages=5)), FakeTokenizer(), observer=events.append)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    for name in ("a", "b"):
+        engine.add_request(name, "abcd", params)
+    finish(engine)
+    kinds = [type(event).__name__ for event in events]
+    assert (kinds.count("RequestQueued"), kinds.count("SequenceFinished")) == (2, 2)
+    assert kinds.count("SequencePreempted") == engine.scheduler.counts.preemptions > 0
+    rounds = [event for event in events if isinstance(event, RoundFinished)]
+    assert [event.work for event in rounds] == engine.runner.history
+    assert sum(step.sampled for event in rounds for step in event.steps()) == 12
+    assert all(event.host_start <= event.start <= event.end <= event.host_end for event in rounds)
+    assert all(sum(event.pages) == 4 for event in rounds)
+    assert [(event.waiting, event.running) for event in rounds[:2]] == [(0, 2), (0, 2)]
+    assert rounds[0].pages.active == 2

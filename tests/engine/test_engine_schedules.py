@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.engine import Engine, OutputKind, RequestRefused
 
+SHARED = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
 PROMPTS = st.one_of(
     st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=30),
-    st.sampled_from([[3, 4, 5, 6, 7, 8, 9, 10], [3, 4, 5, 6], [3, 4, 5, 6, 7]]),
+    st.builds(
+        lambda length, suffix: SHARED[:length] + suffix,
+        st.integers(1, len(SHARED)),
+        st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=4),
+    ),
 )
 
 
@@ -39,11 +44,35 @@ def limits(draw):
     return FakeLimits(
         max_slots=slots,
         page_size=draw(st.sampled_from([1, 2, 4, 5])),
-        num_pages=draw(st.integers(10, 40)),
+        num_pages=draw(st.integers(6, 40)),
         max_context=draw(st.integers(12, 40)),
         max_batched_tokens=draw(st.integers(slots, 24)),
         max_prefill_rows=draw(st.integers(1, 4)),
     )
+
+
+@st.composite
+def schedulings(draw):
+    """How an engine may schedule."""
+    return {
+        "mode": draw(st.sampled_from(["continuous", "static"])),
+        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "enable_chunked_prefill": draw(st.booleans()),
+        "reserve_full": draw(st.sampled_from([False, False, True])),
+    }
+
+
+def assert_writes_are_private(scheduler, work):
+    """Whatever a round writes to belongs to one sequence, and nobody can find it yet."""
+    sequences = {sequence.slot: sequence for sequence in scheduler.running}
+    spans = [(slot, sequences[slot].num_cached, 1) for slot in work.decodes]
+    spans += [(row.slot, row.start, len(row.token_ids)) for row in work.prefills]
+    for slot, start, count in spans:
+        size = scheduler.config.page_size
+        for page in sequences[slot].pages[start // size : (start + count - 1) // size + 1]:
+            assert scheduler.pool.reference_count(page) == 1
+            assert scheduler.pool.name_of(page) is None
 
 
 def assert_as_alone(output, prompt, params, max_context):
@@ -79,13 +108,17 @@ class Streams:
             self.final[output.request_id] = output
 
 
-@settings(max_examples=250, deadline=None)
-@given(st.data(), limits(), st.sampled_from(["continuous", "static"]))
-def test_random_schedules_give_what_each_request_gives_alone(data, bounds, mode):
+@settings(max_examples=300, deadline=None)
+@given(st.data(), limits(), schedulings())
+def test_random_schedules_give_what_each_request_gives_alone(data, bounds, scheduling):
     requests = data.draw(st.lists(st.tuples(PROMPTS, sampling_params()), min_size=1, max_size=7))
     kinds = data.draw(st.lists(st.sampled_from(OutputKind), min_size=len(requests), max_size=len(requests)))
     arrivals = data.draw(st.lists(st.integers(0, 12), min_size=len(requests), max_size=len(requests)))
     cancels = data.draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 20), max_size=2))
+    priorities = [0] * len(requests)
+    if scheduling["policy"] == "priority":
+        priorities = data.draw(st.lists(st.integers(-1, 1), min_size=len(requests), max_size=len(requests)))
+    salts = data.draw(st.lists(st.sampled_from(["", "", "x"]), min_size=len(requests), max_size=len(requests)))
     inside = data.draw(st.booleans())  # cancel between schedule and commit
     round_number = 0
     cancelled = set()
@@ -99,15 +132,26 @@ def test_random_schedules_give_what_each_request_gives_alone(data, bounds, mode)
                     cancelled.add(index)
                     streams.take(output, kinds[index])
 
+    def watch(work):
+        assert_writes_are_private(engine.scheduler, work)
+        cancel_due(work)
+
     streams = Streams()
-    runner = FakeRunner(bounds, cancel_due)
-    engine = Engine(runner, FakeTokenizer(), mode=mode)
+    runner = FakeRunner(bounds, watch)
+    engine = Engine(runner, FakeTokenizer(), **scheduling)
     refused = set()
     while round_number <= 12 or engine.has_unfinished:
         for index, (prompt, params) in enumerate(requests):
             if arrivals[index] == round_number:
                 try:
-                    engine.add_request(str(index), prompt, params, output_kind=kinds[index])
+                    engine.add_request(
+                        str(index),
+                        prompt,
+                        params,
+                        output_kind=kinds[index],
+                        priority=priorities[index],
+                        cache_salt=salts[index],
+                    )
                 except RequestRefused:
                     refused.add(index)
         cancel_due()
@@ -121,6 +165,7 @@ def test_random_schedules_give_what_each_request_gives_alone(data, bounds, mode)
         positions = (bounds.num_pages - 1) * bounds.page_size
         room = bounds.max_context - len(prompt)
         fits = room > 0 and len(prompt) + min(room, params.max_tokens) - 1 <= positions
+        fits = fits and (scheduling["enable_chunked_prefill"] or len(prompt) <= bounds.max_batched_tokens)
         assert (index in refused) is not fits
         if index in refused or index in cancelled:
             continue
@@ -138,6 +183,7 @@ def test_random_schedules_give_what_each_request_gives_alone(data, bounds, mode)
         assert all(completion.finish_reason for completion in output.outputs)
     assert engine.scheduler.pool.free_pages == bounds.num_pages - 1
     assert engine.scheduler.reserved_pages == 0
+    assert engine.scheduler.counts.preemptions == 0 or not scheduling["reserve_full"]
 
 
 def run_all(engine):
@@ -159,17 +205,21 @@ def test_cache_holds_prompt_and_all_sampled_tokens_but_the_last():
     assert {len(prompt): cached for prompt, cached in runner.max_cached.items()} == {5: 5, 8: 11, 3: 11}
 
 
-def test_tight_pool_gives_the_same_ids_as_a_large_one():
-    """Room for one request and a half: four requests still get what they get with plenty of room."""
-    params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)
-    prompts = [[3 + i, 4, 5, 6, 7, 8, 9, 10] for i in range(4)]
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("waiting", [4, 8])
+def test_tight_pool_gives_the_same_ids_as_a_large_one(waiting, temperature):
+    """Room for one request and a half: the others still get what they get with plenty of room."""
+    params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=temperature, seed=3)
+    prompts = [[3 + i, 4, 5, 6, 7, 8, 9, 10] for i in range(waiting)]
     results = []
     for pages in (7, 60):
         engine = Engine(FakeRunner(FakeLimits(num_pages=pages)), FakeTokenizer())
         for index, prompt in enumerate(prompts):
             engine.add_request(str(index), prompt, params)
         results.append({key: output.outputs for key, output in run_all(engine).items()})
+        assert (engine.scheduler.counts.preemptions > 0) is (pages == 7)
     assert results[0] == results[1]
+    assert len(results[0]) == waiting
 
 
 def test_eight_equal_prompts_and_shared_prefixes_equal_each_alone():
@@ -213,31 +263,6 @@ def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them():
     assert sample(1) == sample(1)
     assert sample(1)[0] != sample(1)[1]
     assert sample(None) != sample(None)
-
-
-def timeline(mode):
-    """The scheduling example: tick -> tokens each request got, for two slots and pages of four tokens."""
-    arrivals = {0: ("A", 8, 4), 1: ("B", 8, 3), 2: ("C", 4, 2)}
-    limits = FakeLimits(max_slots=2, num_pages=9, max_batched_tokens=32)
-    engine = Engine(FakeRunner(limits), FakeTokenizer(), mode=mode)
-    ticks: list[str] = []
-    while len(ticks) < 3 or engine.has_unfinished:
-        if len(ticks) in arrivals:
-            name, prompt, count = arrivals[len(ticks)]
-            params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
-            engine.add_request(name, [3, 4, 5, 6, 7, 8, 9, 10][:prompt], params)
-        outputs = engine.step()
-        ticks.append(" ".join(f"{output.request_id}{len(output.outputs[0].token_ids)}" for output in outputs))
-        engine.scheduler.check_integrity()
-    return ticks
-
-
-def test_scheduling_example_continuous():
-    assert timeline("continuous") == ["A1", "A2 B1", "A3 B2", "A4 B3", "C1", "C2"]
-
-
-def test_scheduling_example_static_waves():
-    assert timeline("static") == ["A1", "A2", "A3", "A4", "B1 C1", "B2 C2", "B3"]
 
 
 def test_static_wave_admits_nothing_while_one_of_it_runs():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.cli import _serve_bench
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import DEFAULT_MODEL, MODEL_HELP, add_engine_options, engine_options
 from jaxinfer.cli._parser import Parser, positive, positives
@@ -54,6 +55,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     kernels.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     add_engine_options(kernels, only=("attention",))
     kernels.set_defaults(run=run_kernels)
+    _serve_bench.add_parser(kinds)
 
 
 def run_steps(options: argparse.Namespace) -> int:

@@ -1,0 +1,106 @@
+"""Serving a workload: the engine does on a device, round by round, what the simulator says."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import VOCAB_SIZE, FakeLimits, FakeRunner, FakeTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.core.scheduler import SchedulerConfig
+from jaxinfer.core.simulator import Simulator, one_tick
+from jaxinfer.core.timeline import TimelineRecorder
+from jaxinfer.core.workload import Workload, WorkloadRequest, WorkloadSpec, random_workload
+from jaxinfer.engine import Engine
+from jaxinfer.engine.build import EngineOptions
+from jaxinfer.engine.serve_bench import measure_serving, serve
+
+
+class Clock:
+    """Moves one second with each round, and when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def move(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def served(workload: Workload, limits: FakeLimits, **policies):
+    clock, recorder = Clock(), TimelineRecorder()
+    runner = FakeRunner(limits, hook=lambda work: clock.move(1.0))
+    engine = Engine(runner, FakeTokenizer(), clock=clock, observer=recorder, **policies)
+    refused = serve(engine, workload, clock, clock.move)
+    engine.scheduler.check_integrity()
+    return recorder.timeline(), refused
+
+
+def simulated(workload: Workload, limits: FakeLimits, **policies):
+    config = SchedulerConfig(
+        max_slots=limits.max_slots,
+        page_size=limits.page_size,
+        num_pages=limits.num_pages,
+        max_context=limits.max_context,
+        max_batched_tokens=limits.max_batched_tokens,
+        max_prefill_rows=limits.max_prefill_rows,
+        **policies,
+    )
+    recorder = TimelineRecorder()
+    refused = Simulator(config, one_tick, recorder).run(workload)
+    return recorder.timeline(), refused
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spec=st.builds(
+        WorkloadSpec,
+        num_prompts=st.integers(1, 12),
+        request_rate=st.sampled_from([0.4, float("inf")]),
+        max_concurrency=st.sampled_from([None, 2]),
+        input_len=st.integers(1, 16),
+        output_len=st.integers(1, 12),
+        range_ratio=st.sampled_from([0.0, 1.0]),
+        prefix_len=st.sampled_from([0, 8]),
+        seed=st.integers(0, 1000),
+    ),
+    num_pages=st.sampled_from([12, 33]),
+    mode=st.sampled_from(["continuous", "static"]),
+    reserve_full=st.booleans(),
+)
+def test_the_simulator_foretells_the_engine(spec, num_pages, mode, reserve_full):
+    workload, limits = random_workload(spec, VOCAB_SIZE), FakeLimits(num_pages=num_pages)
+    policies = {"mode": mode, "reserve_full": reserve_full}
+    assert served(workload, limits, **policies) == simulated(workload, limits, **policies)
+
+
+def test_preemption_is_seen():
+    workload = random_workload(WorkloadSpec(4, input_len=8, output_len=20), VOCAB_SIZE)
+    timeline, _ = served(workload, FakeLimits(num_pages=12))
+    assert sum(len(sequence.preemptions) for sequence in timeline.sequences) > 0
+    assert all(len(sequence.token_times) == 20 for sequence in timeline.sequences)
+
+
+def test_what_can_never_fit_is_refused():
+    requests = (WorkloadRequest("long", 0.0, (3,) * 64, 4), WorkloadRequest("short", 0.0, (3,), 4))
+    timeline, refused = served(Workload(requests), FakeLimits())
+    assert [sequence.sequence.request_id for sequence in timeline.sequences] == ["short"]
+    assert len(refused) == 1
+    assert "64 tokens" in refused[0]
+
+
+@pytest.mark.parametrize("mode", ["continuous", "static"])
+def test_the_warm_up_is_left_out_and_leaves_nothing_cached(mode):
+    runner = FakeRunner()
+    workload = random_workload(WorkloadSpec(6, input_len=10, output_len=6, prefix_len=8), VOCAB_SIZE)
+    options = EngineOptions(max_slots=4, mode=mode, enable_prefix_caching=True)
+    run = measure_serving(Engine(runner, FakeTokenizer()), options, workload)
+    assert len(runner.history) > len(run.timeline.rounds)
+    assert [len(sequence.token_times) for sequence in run.timeline.sequences] == [6] * 6
+    assert run.timeline.sequences[0].spans[0].cached_tokens == 0
+    assert run.config.mode == mode
+    computed = sum(span.computed_tokens for s in run.timeline.sequences for span in s.spans if span.kind == "prefill")
+    cached = sum(span.cached_tokens for s in run.timeline.sequences for span in s.spans)
+    assert computed + cached == 6 * 18

@@ -98,7 +98,7 @@ def _lower(check: Check, impl: str) -> Any:
     # From shapes alone: nothing is computed, or compiled on the way, in this thread.
     if check.operation == "kv_write":
         return jax.jit(functools.partial(kv_write, impl=impl)).lower(*kv_write_specs.abstract_arguments(check.case))
-    operation = paged_decode if check.operation == "paged_decode" else paged_prefill
+    operation: Any = paged_decode if check.operation == "paged_decode" else paged_prefill
     arguments = cases.abstract_arguments(check.case)
 
     def call(arrays: tuple[Any, ...], sinks: Any) -> Any:

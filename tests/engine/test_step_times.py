@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -193,3 +197,24 @@ def test_a_timed_kernel_says_what_ran():
     assert timed.bound == "bandwidth"
     assert timed.floor_s == timed.shape.cost.bytes / 1e9
     assert timed.fraction == timed.floor_s / timed.seconds
+
+
+# --- the check for a GPU, on the CPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_device_check_runs_dry(tmp_path):
+    script, results = Path(__file__).parents[2] / "bench" / "device_check.py", tmp_path / "results.json"
+    options = ["--dry-run-cpu", "--only", "steps", "--minutes", "8", "--json", str(results)]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(results.read_text())
+    assert found["device"]["bandwidth"] > 0
+    assert not found["problems"]
+    _, *steps = found["steps"]
+    assert [(step["kind"], step["batch"]) for step in steps] == [
+        ("prefill", 1),
+        ("prefill", 1),
+        *[("decode", batch) for _ in (16, 64) for batch in (1, 2, 4)],
+    ]
+    assert all(step["part_of_limit"] > 0 for step in steps)

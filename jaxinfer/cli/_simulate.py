@@ -35,8 +35,6 @@ _ABOUT = """Serve a workload by the real scheduler and page pool on a clock, wit
 times that `jaxinfer bench steps --json` measured, with --target at the least times by the datasheet of a chip, else a
 tick for each round. --example shows three requests tick by tick under every combination of static waves or continuous
 batching, whole or chunked prefill, with or without a prefix cache."""
-_VOCABULARY = 32_000
-"""Tokens that random prompts are made of; only whether they are equal matters."""
 _PREFILL_ROWS = 8
 _TICK_COLUMNS = ("tick", "A", "B", "C", "tokens", "pages held", "cached")
 
@@ -71,6 +69,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     engine.add_argument("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
     engine.add_argument("--no-enable-chunked-prefill", action="store_true", help="compute prompts in one piece")
     engine.add_argument("--reserve-full", action="store_true", help="admit only what surely fits to its end")
+    engine.add_argument(
+        "--vocab-size",
+        type=positive,
+        default=49152,
+        metavar="N",
+        help="tokens that random prompts are made of; that of a model gives the work of `bench serve` (49152)",
+    )
     add_workload_options(parser)
     add_result_options(parser)
     parser.set_defaults(run=run)
@@ -82,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         return _example(options)
     read_slo(options)  # a mistake here must not wait for the simulation
     check_outputs(options)
-    workload = read_workload(options, _VOCABULARY)
+    workload = read_workload(options, options.vocab_size)
     config, step_seconds, source = _setting(options)
     recorder = TimelineRecorder()
     refused = Simulator(config, step_seconds, recorder).run(workload)
@@ -122,7 +127,7 @@ def _measured(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds
             max_context=config.max_context,
             max_batched_tokens=config.max_batched_tokens,
             max_prefill_rows=min(_PREFILL_ROWS, config.max_slots),
-            vocab_size=_VOCABULARY,
+            vocab_size=options.vocab_size,
         )
         return config, MeasuredSteps(options.steps, buckets_for(limits)), f"measured, {options.steps}"
 

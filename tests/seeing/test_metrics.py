@@ -1,0 +1,42 @@
+"""Prometheus metrics from events, by hand."""
+
+from __future__ import annotations
+
+import pytest
+from rounds import finished, prefill, queued, round_of
+
+from jaxinfer.core.observer import SequenceId, SequencePreempted
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+
+def test_metrics_by_hand():
+    from jaxinfer.engine.metrics import PrometheusMetrics
+
+    registry = prometheus_client.CollectorRegistry()
+    metrics = PrometheusMetrics("tiny", registry)
+    for event in (
+        queued("a", 0.0, 10),
+        round_of(1.0, 2.0, {0: "a"}, prefills=[prefill(0, 3, 4, sample=False)], entered=[0], waiting=2),
+        queued("b", 2.0, 2),
+        finished("b", 4.0, 1, "stop"),
+        round_of(3.0, 4.0, {0: "a", 1: "b"}, prefills=[prefill(0, 3, 7), prefill(1, 2)], entered=[1], active=4),
+        SequencePreempted(4.5, SequenceId("a", 0), 0),
+        finished("a", 9.0, 2),
+        round_of(8.0, 9.0, {0: "a"}, decodes=[0], active=5, cached=1, waiting=1),
+    ):
+        metrics(event)
+
+    def value(name, **labels):
+        return registry.get_sample_value(f"vllm:{name}", {"model_name": "tiny"} | labels)
+
+    assert (value("num_requests_running"), value("num_requests_waiting"), value("kv_cache_usage_perc")) == (1, 1, 0.5)
+    assert (value("prompt_tokens_total"), value("generation_tokens_total")) == (12, 3)
+    assert (value("prefix_cache_queries_total"), value("prefix_cache_hits_total")) == (12, 4)
+    assert value("num_preemptions_total") == 1
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("request_success_total", finished_reason="length") == 1
+    assert (value("time_to_first_token_seconds_count"), value("time_to_first_token_seconds_sum")) == (2, 4 + 2)
+    assert (value("inter_token_latency_seconds_count"), value("inter_token_latency_seconds_sum")) == (1, 5)
+    assert (value("e2e_request_latency_seconds_count"), value("e2e_request_latency_seconds_sum")) == (2, 9 + 2)
+    assert (value("request_queue_time_seconds_count"), value("request_queue_time_seconds_sum")) == (2, 1 + 1)

@@ -113,7 +113,6 @@ class _Round:
     prefills: list[PrefillRow] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
     being_written: set[bytes] = field(default_factory=set)  # names of the pages that this round fills
-    short_of_pages: bool = False
 
     @property
     def can_prefill(self) -> bool:
@@ -442,13 +441,13 @@ class Scheduler:
         # Decodes come first in the budget, but pages go by rank: whoever loses its pages has no work yet in this round.
         current.tokens_left -= sum(sequence.decoding for sequence in self.running)
         self._work_through(current, decodes=True, prefills=True)
-        if admitting and not current.short_of_pages:
+        if admitting:
             self._admit(current)
 
     def _prefill_or_decode(self, current: _Round) -> None:
         admitting = self.config.mode == "continuous" or not self.running
         self._work_through(current, decodes=False, prefills=True)
-        if admitting and not current.short_of_pages:
+        if admitting:
             self._admit(current)
         if not current.prefills:
             self._work_through(current, decodes=True, prefills=False)
@@ -465,7 +464,7 @@ class Scheduler:
 
     def _decode(self, sequence: Sequence, current: _Round) -> None:
         end = sequence.num_cached + 1
-        if self._take_pages(sequence, end, current) == end:
+        if self._take_pages(sequence, end) == end:
             current.decodes.append(self._show_pages(sequence, current))
 
     def _prefill(self, sequence: Sequence, current: _Round) -> None:
@@ -476,7 +475,7 @@ class Scheduler:
         end = min(known, start + current.tokens_left)
         if end < known and not self._may_cut(known - start):
             return
-        end = self._take_pages(sequence, end, current)
+        end = self._take_pages(sequence, end)
         if end <= start:
             return
         slot = self._show_pages(sequence, current)
@@ -501,17 +500,14 @@ class Scheduler:
         done = sequence.index > 0 or sequence.prompt_tokens_reported >= len(request.prompt_ids) - 1
         return None if done else request.params.prompt_logprobs
 
-    def _take_pages(self, sequence: Sequence, positions: int, current: _Round) -> int:
+    def _take_pages(self, sequence: Sequence, positions: int) -> int:
         """Get pages for this many positions, if need be from sequences of lower rank; returns how many it has."""
         missing = self.pool.pages_for(positions) - len(sequence.pages)
         if missing <= 0:
             return positions
         while missing > self.pool.free_pages and self.running[-1] is not sequence:
-            self._preempt(current)
-        if missing > self.pool.free_pages:
-            current.short_of_pages = True
-            missing = self.pool.free_pages
-        sequence.pages += self.pool.allocate(missing)
+            self._preempt()
+        sequence.pages += self.pool.allocate(min(missing, self.pool.free_pages))
         return min(positions, len(sequence.pages) * self.config.page_size)
 
     def _show_pages(self, sequence: Sequence, current: _Round) -> int:
@@ -524,14 +520,13 @@ class Scheduler:
         sequence.num_shown = len(sequence.pages)
         return slot
 
-    def _preempt(self, current: _Round) -> None:
+    def _preempt(self) -> None:
         """Take slot and pages from the running sequence of lowest rank; its tokens stay known."""
         sequence = self.running[-1]
         slot = self._leave_slot(sequence)
         insort(self.waiting, sequence, key=_rank)
         sequence.num_preemptions += 1
         self.counts.preemptions += 1
-        current.short_of_pages = True
         self._observer(SequencePreempted(self._clock(), _sequence_id(sequence), slot))
 
     # After the round
@@ -581,9 +576,7 @@ class Scheduler:
         self, sequence: Sequence, row: PrefillRow, entries: SequenceOf[SampledToken]
     ) -> SequenceOf[SampledToken]:
         """The row's entries about prompt tokens that were not reported before the sequence was preempted."""
-        reported = sequence.prompt_tokens_reported
-        prompt_left = max(0, len(sequence.request.prompt_ids) - 1 - row.start)
-        new = entries[max(0, reported - row.start) : prompt_left]
+        new = entries[max(0, sequence.prompt_tokens_reported - row.start) :]
         sequence.prompt_tokens_reported += len(new)
         return new
 

@@ -165,6 +165,25 @@ def test_pages_are_evicted_only_when_needed_and_the_longest_unused_first():
     assert serve(scheduler, request((*second, 1))) == [[8]]
 
 
+def test_admission_does_not_count_pages_that_others_hold_but_those_only_cached():
+    """13 tokens are 4 pages, 3 of them shared."""
+    prompt = (*PROMPT, 1)
+    scheduler = Scheduler(replace(CONFIG, num_pages=7))  # 6 pages
+    for _ in range(2):
+        scheduler.add(request(prompt, max_tokens=3))
+        run_round(scheduler)
+    assert len(scheduler.running) == 2  # 1 of the 2 free pages is enough, and 1 is left for the first
+
+    scheduler = Scheduler(replace(CONFIG, num_pages=6))  # 5 pages
+    serve(scheduler, request(prompt))
+    scheduler.add(request((50, 51), max_tokens=2))
+    run_round(scheduler)
+    scheduler.add(request(prompt))
+    assert scheduler.pool.usage == (1, 3, 1)
+    assert run_round(scheduler).slot_setups == ()  # it would take all 4, and none would be left
+    assert [row.start for row in run_round(scheduler).prefills] == [12]
+
+
 def test_a_page_in_use_is_never_evicted():
     pool = BlockPool(4, 4)
     used, idle = pool.allocate(2)

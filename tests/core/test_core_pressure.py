@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.core.observer import SequenceFinished, SequencePreempted
 from jaxinfer.core.request import DEADLINE, NON_FINITE, Request, RequestRefused
 from jaxinfer.core.sampling_params import SamplingParams
-from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, _Round
+from jaxinfer.core.scheduler import Scheduler, SchedulerConfig
 from jaxinfer.core.step import SampledToken, SlotSetup, StepResult
 
 CONFIG = SchedulerConfig(
@@ -132,7 +132,7 @@ def test_prompt_reports_are_given_once(preempted_in_round):
     reported, rounds = [], 0
     while scheduler.has_unfinished:
         if rounds == preempted_in_round:
-            scheduler._preempt(_Round(0, 0))
+            scheduler._preempt()
         work = scheduler.schedule()
         entries = {}
         for row in work.prefills:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from checkpoints import Progress
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
@@ -23,6 +22,8 @@ FACTS_PER_CALL = 1024
 SCORED_PER_CALL = 32
 """Prompt positions that one call of `score` takes: their logits exist at once."""
 
+Progress = Callable[[str, int, "int | None"], None]
+"""(what is going on, steps done, steps in all where that is known)"""
 Program = Callable[..., Any]
 
 

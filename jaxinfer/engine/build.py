@@ -10,16 +10,25 @@ import jax
 from checkpoints import Tokenizer, open_checkpoint
 from jaxinfer.engine.engine import Engine
 from jaxinfer.models import DecoderConfig
+from jaxinfer.models.config import COMPUTE_DTYPES, KV_DTYPES
 from jaxinfer.runtime.compilation_cache import enable_compilation_cache
 from jaxinfer.runtime.limits import RunnerLimits
 from jaxinfer.runtime.loading import check_tokenizer, decoder_config, load_params
 from jaxinfer.runtime.programs import Progress
 from jaxinfer.runtime.runner import Runner
 from jaxinfer.runtime.steps import Params
+from pallas_kernels.dispatch import AUTO, LOWERINGS
 
 GIB = 1024**3
 CPU_CACHE_GIB = 1.0
 """Pool size on a CPU, where the memory is shared with everything else."""
+_CHOICES = {
+    "dtype": ("auto", *COMPUTE_DTYPES),
+    "kv_dtype": KV_DTYPES,
+    "attention": (AUTO, *LOWERINGS),
+    "mode": ("continuous", "static"),
+    "policy": ("fcfs", "priority"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class EngineOptions:
     enable_prefix_caching: keep the pages of prompts and answers, and do not compute a prompt's known beginning again.
     enable_chunked_prefill: cut long prompts, so that running sequences go on beside them.
     seed: makes requests without a seed of their own repeatable.
+
+    A value that can never be right raises ValueError, one sentence with the option and the value.
     """
 
     max_slots: int = 8
@@ -60,6 +71,24 @@ class EngineOptions:
     enable_chunked_prefill: bool = True
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_batched_tokens", "max_prefill_rows"):
+            _check_positive_int(name, getattr(self, name))
+        for name in ("max_context", "page_size", "num_pages"):
+            if getattr(self, name) is not None:
+                _check_positive_int(name, getattr(self, name))
+        gib = self.kv_cache_gib
+        if gib is not None and not (_is_number(gib) and 0 < gib < float("inf")):
+            raise ValueError(f"kv_cache_gib must be a number of GiB above 0, not {gib!r}.")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ValueError(f"seed must be an integer, not {self.seed!r}.")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}.")
+
     @classmethod
     def from_names(cls, **options: Any) -> EngineOptions:
         """Options by name; ValueError, naming the known ones, for an unknown name."""
@@ -68,6 +97,15 @@ class EngineOptions:
             if name not in known:
                 raise ValueError(f"There is no engine option {name!r}; the options are {', '.join(known)}.")
         return cls(**options)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -127,7 +165,13 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
         num_pages = options.num_pages
     else:
         page_bytes = config.kv_bytes_per_token * page_size
-        num_pages = min(useful, max(2, int(_pool_bytes(options)) // page_bytes))
+        affordable = int(_pool_bytes(options)) // page_bytes
+        if affordable < 2:
+            raise ValueError(
+                f"The KV cache would hold less than one page of {page_size} positions ({page_bytes / 2**20:.1f} MiB); "
+                "give it more memory (kv_cache_gib)."
+            )
+        num_pages = min(useful, affordable)
     return RunnerLimits(
         max_slots=options.max_slots,
         page_size=page_size,
@@ -141,8 +185,6 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
 
 def _pool_bytes(options: EngineOptions) -> float:
     if options.kv_cache_gib is not None:
-        if options.kv_cache_gib <= 0:
-            raise ValueError(f"kv_cache_gib must be above 0, not {options.kv_cache_gib}.")
         return options.kv_cache_gib * GIB
     stats = jax.local_devices()[0].memory_stats()
     if jax.default_backend() == "cpu" or not stats:

@@ -95,9 +95,9 @@ def add_block(
 
 
 def finish(partial: Partial) -> jax.Array:
-    """The attention output f32[..., v_dim]; 0 for a row that saw nothing."""
+    """The attention output f32[..., v_dim]; 0 for a row that saw nothing, NaN for one that saw NaN."""
     total = partial.total[..., None]
-    return jnp.where(total > 0, partial.weighted / jnp.where(total > 0, total, 1), 0)
+    return jnp.where(total == 0, 0, partial.weighted / jnp.where(total == 0, 1, total))
 
 
 def visible_from(lengths: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -161,10 +164,11 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
     page_size = options.page_size or (16 if jax.default_backend() == "cpu" else 64)
     pages_per_sequence = -(-max_context // page_size)
     useful = options.max_slots * pages_per_sequence + 1
+    page_bytes = config.kv_bytes_per_token * page_size
     if options.num_pages is not None:
         num_pages = options.num_pages
+        _check_pool(num_pages, page_bytes)
     else:
-        page_bytes = config.kv_bytes_per_token * page_size
         affordable = int(_pool_bytes(options)) // page_bytes
         if affordable < 2:
             raise ValueError(
@@ -183,9 +187,29 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
     )
 
 
+def _check_pool(num_pages: int, page_bytes: int) -> None:
+    """Refuse a pool that no memory here can hold, before anything of its size is built."""
+    memory = _total_memory()
+    if num_pages * page_bytes > memory:
+        raise ValueError(
+            f"num_pages is {num_pages}, which takes {num_pages * page_bytes / GIB:.1f} GiB, but there are "
+            f"{memory / GIB:.1f} GiB of memory."
+        )
+
+
+def _total_memory() -> float:
+    """Bytes of the first device, or of the machine when it computes itself; infinite where that cannot be asked."""
+    stats = jax.local_devices()[0].memory_stats()
+    if jax.default_backend() != "cpu" and stats:
+        return stats["bytes_limit"]
+    if sys.platform == "win32":
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _pool_bytes(options: EngineOptions) -> float:
     if options.kv_cache_gib is not None:
-        return options.kv_cache_gib * GIB
+        return min(options.kv_cache_gib * GIB, _total_memory())
     stats = jax.local_devices()[0].memory_stats()
     if jax.default_backend() == "cpu" or not stats:
         return CPU_CACHE_GIB * GIB

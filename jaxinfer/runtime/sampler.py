@@ -222,11 +222,12 @@ def _draw(settings: SlotSettings, logits: jax.Array) -> jax.Array:
     scaled = (logits - max_of(logits)[:, None]) / jnp.where(settings.temperature > 0, settings.temperature, 1)[:, None]
     weights = jnp.exp(scaled)
     weights = jnp.where(weights >= settings.min_p[:, None], weights, 0)
-    limits_k = (settings.top_k > 0) & (settings.top_k < logits.shape[1])
+    draws = settings.temperature > 0  # padding rows and greedy ones need no filter
+    limits_k = draws & (settings.top_k > 0) & (settings.top_k < logits.shape[1])
     weights = jax.lax.cond(
         jnp.any(limits_k), lambda: keep_top_k(weights, logits, settings.top_k, limits_k), lambda: weights
     )
-    limits_p = settings.top_p < 1
+    limits_p = draws & (settings.top_p < 1)
     weights = jax.lax.cond(
         jnp.any(limits_p), lambda: keep_top_p(weights, logits, settings.top_p, limits_p), lambda: weights
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
 _SEED_LIMIT = 2**63
+_LARGEST_PENALTY = 1e6
+"""Far beyond any use, and far inside what float32 holds."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class SamplingParams:
         _check_int("n", self.n, 1, None)
         _check_float("presence_penalty", self.presence_penalty, -2, 2)
         _check_float("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_float("repetition_penalty", self.repetition_penalty, 0, None, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0, _LARGEST_PENALTY, open_low=True)
         _check_float("temperature", self.temperature, 0, None)
         _check_float("top_p", self.top_p, 0, 1)
         _check_int("top_k", self.top_k, -1, None)
@@ -93,6 +95,8 @@ class SamplingParams:
 def _range_text(low: float, high: float | None, high_name: str, open_low: bool) -> str:
     if high is None:
         return f"greater than {low}" if open_low else f"at least {low}"
+    if open_low:
+        return f"greater than {low} and at most {high:g}"
     return f"between {low} and {high}" + (f" ({high_name})" if high_name else "")
 
 

@@ -66,7 +66,7 @@ def test_borders_are_accepted(values):
         ({"n": True}, "n must be an integer at least 1, not True."),
         ({"presence_penalty": 2.5}, "presence_penalty must be a number between -2 and 2, not 2.5."),
         ({"frequency_penalty": -3}, "frequency_penalty must be a number between -2 and 2, not -3."),
-        ({"repetition_penalty": 0}, "repetition_penalty must be a number greater than 0, not 0."),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number greater than 0 and at most 1e+06, not 0."),
         ({"temperature": -0.1}, "temperature must be a number at least 0, not -0.1."),
         ({"temperature": float("nan")}, "temperature must be a number at least 0, not nan."),
         ({"temperature": "hot"}, "temperature must be a number at least 0, not 'hot'."),

@@ -11,13 +11,11 @@ from typing import Any
 import jax
 
 from jaxinfer.models import DecoderConfig, abstract_params
-from jaxinfer.runtime.chips import Target
+from jaxinfer.runtime.chips import USABLE_MEMORY, Target
 from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost
 from jaxinfer.runtime.parallel import MODEL_AXIS, check_divisible, param_specs
 
 GIB = 1024**3
-USABLE_MEMORY = 0.96
-"""Part of a device's memory that programs get; the rest is the runtime's."""
 SMALLEST_CONTEXT = 512
 
 

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models import DecoderConfig, abstract_params
-from jaxinfer.runtime.chips import Target, gpu_target_config
+from jaxinfer.runtime.chips import USABLE_MEMORY, Target, gpu_target_config
 from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost
 from jaxinfer.runtime.hlo_traffic import memory_traffic
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
@@ -25,9 +25,6 @@ from jaxinfer.runtime.programs import integers, prefill_updates, updates_of
 from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, init_state
 from jaxinfer.runtime.steps import attention_spec, decode_step, prefill_step
 from pallas_kernels.dispatch import choose_for
-
-USABLE_MEMORY = 0.96
-"""Part of a device's memory that programs get; the rest is the runtime's."""
 
 
 class CompilerMissing(ValueError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 1024**3
+USABLE_MEMORY = 0.96
+"""Part of a device's memory that programs get; the rest is the runtime's."""
 
 
 @dataclass(frozen=True)

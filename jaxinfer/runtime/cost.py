@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ def prefill_cost(config: DecoderConfig, tokens: int, start: int = 0) -> StepCost
     return StepCost(moved, 2 * tokens * matmul_weights(config) + 2 * head_weights(config) + attention)
 
 
+@functools.cache
 def parameter_bytes(config: DecoderConfig) -> int:
     """Bytes of all parameters."""
     leaves = jax.tree.leaves(abstract_params(config))

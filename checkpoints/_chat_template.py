@@ -172,8 +172,33 @@ def _one_line(error: object) -> str:
     return " ".join(str(error).split()).rstrip(".")[:500]
 
 
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with text for content; refuses what is none before the template fails on it obscurely."""
+    check_messages(messages)
+    return [{**message, **_plain_content(index, message)} for index, message in enumerate(messages)]
+
+
+def _plain_content(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {}
+    if content is None and message.get("tool_calls"):
+        return {}  # an assistant's call has no text of its own
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
+        raise CheckpointError(
+            f"the content of message {index} must be text or a list of text parts, not {type(content).__name__}."
+        )
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise CheckpointError(
+                f'the content of message {index} may have only {{"type": "text", "text": ...}} parts, '
+                f"not {repr(part)[:80]}."
+            )
+    return {"content": "\n".join(part["text"] for part in content)}
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what is no list of messages before the template fails on it obscurely."""
+    """Refuse what is no list of messages."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise CheckpointError('messages must be a non-empty list of {"role": ..., "content": ...} objects.')
     for index, message in enumerate(messages):

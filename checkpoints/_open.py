@@ -20,7 +20,11 @@ def open_checkpoint(path_or_name: str | os.PathLike[str], *, progress: Progress 
     nothing is shown.  Raises `CheckpointError`, whose text is one sentence, when there is nothing to open or it cannot
     be read.
     """
+    if not isinstance(path_or_name, (str, os.PathLike)) or not isinstance(os.fspath(path_or_name), str):
+        raise CheckpointError(f"a model is named by text or a path, not by {type(path_or_name).__name__}.")
     source = os.fspath(path_or_name)
+    if not source:
+        raise CheckpointError("the name of the model is empty; give a path or the name of a model.")
     path = Path(source).expanduser()
     try:
         is_file, is_directory = path.is_file(), path.is_dir()

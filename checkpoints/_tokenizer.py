@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoints._chat_template import check_messages, render_chat
+from checkpoints._chat_template import plain_messages, render_chat
 from checkpoints._errors import CheckpointError
 
 
@@ -78,8 +78,12 @@ class Tokenizer:
         return self._backend.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; with `add_special_tokens`, a model that wants a BOS gets exactly one, at the start."""
+        """Ids of `text`; with `add_special_tokens`, a model that wants a BOS gets exactly one, at the start.
+
+        Raises `CheckpointError` for a text with lone surrogates, which no UTF-8 can hold.
+        """
         # When BOS is switched off in the settings, the file's own post-processor may still want to add one.
+        _check_text(text)
         ids = self._backend.encode(text, add_special_tokens and self.adds_bos)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
@@ -108,14 +112,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of a conversation; raises `CheckpointError` without a template or when it refuses."""
+        """The prompt text of a conversation; raises `CheckpointError` without a template or when it refuses.
+
+        The content of a message is text or a list of {"type": "text", "text": ...} parts, which become its lines.
+        """
         template = self._tool_template if tools and self._tool_template else self.chat_template
         if template is None:
             raise CheckpointError("this model has no chat template; give a plain prompt instead of messages.")
-        check_messages(messages)
         values = {
             **self._special_tokens,
-            "messages": [dict(message) for message in messages],
+            "messages": plain_messages(messages),
             "tools": [dict(tool) for tool in tools] if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -130,6 +136,7 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation, with exactly one BOS for a model that wants one, whether the template writes it."""
         text = self.apply_chat_template(messages, add_generation_prompt, tools)
+        _check_text(text)
         return self._with_one_bos(self._backend.encode(text, False))
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
@@ -139,3 +146,11 @@ class Tokenizer:
         while start < len(ids) and ids[start] == self.bos_id:
             start += 1
         return [self.bos_id, *ids[start:]]
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 10, 0) : error.start + 10]
+        raise CheckpointError(f"the text is not valid Unicode at {around!a}; give UTF-8 text.") from None

@@ -263,3 +263,31 @@ def test_named_templates_and_template_files(tmp_path):
     (tmp_path / "a" / "chat_template.jinja").write_text("from the file")
     assert tokenizer_of(tmp_path / "a").apply_chat_template(chat("x")) == "from the file"
     assert bos_tokenizer(tmp_path / "b").chat_template == TEMPLATE
+
+
+def test_text_that_is_not_unicode_is_a_sentence(tmp_path):
+    tokenizer = tokenizer_of(TinyGGUF().write(tmp_path / "m.gguf"))
+    with pytest.raises(CheckpointError, match=r"not valid Unicode at 'caf\\udce9'"):
+        tokenizer.encode("caf\udce9")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(CheckpointError, match="not valid Unicode"):
+        tokenizer.encode_chat(chat("\ud800"))
+
+
+def test_content_in_parts_becomes_text(tmp_path):
+    tokenizer = tokenizer_of(TinyGGUF().write(tmp_path / "m.gguf"))
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
+    assert tokenizer.apply_chat_template(chat(parts)) == "<hello\nworld>"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert tokenizer.apply_chat_template([*chat("hello"), call]) == "<hello><None>"
+
+
+@pytest.mark.parametrize(
+    "content", [None, 5, {"text": "a"}, ["a"], [{"type": "image_url", "image_url": "x"}], [{"type": "text"}]]
+)
+def test_content_that_is_no_text(tmp_path, content):
+    tokenizer = tokenizer_of(TinyGGUF().write(tmp_path / "m.gguf"))
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(CheckpointError, match="the content of message 0"):
+        tokenizer.encode_chat(chat(content))

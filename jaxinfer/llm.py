@@ -96,6 +96,8 @@ class LLM:
 
         Raises as `generate`, and as the tokenizer does for messages its template does not accept.
         """
+        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+            raise RequestRefused(f"A conversation must be a list of messages, not {type(messages).__name__}.")
         if not messages:
             raise RequestRefused("The conversation is empty; give at least one message.")
         one = isinstance(messages[0], Mapping)
@@ -181,6 +183,8 @@ def _params_for_each(
 ) -> Sequence[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        raise ValueError(f"Sampling parameters must be a SamplingParams or a list, not {type(params).__name__}.")
     if len(params) != count:
         raise ValueError(f"There are {count} prompts but {len(params)} sampling parameters; give one for each or one.")
     return params

@@ -110,12 +110,20 @@ def _check_float(name: str, value: object, low: float, high: float | None, *, op
     fits = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
-        and math.isfinite(value)
+        and _is_finite(value)
         and (value > low if open_low else value >= low)
         and (high is None or value <= high)
     )
     if not fits:
-        raise ValueError(f"{name} must be a number {_range_text(low, high, '', open_low)}, not {value!r}.")
+        kind = "a finite number" if isinstance(value, float) and not math.isfinite(value) else "a number"
+        raise ValueError(f"{name} must be {kind} {_range_text(low, high, '', open_low)}, not {value!r}.")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

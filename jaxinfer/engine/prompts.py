@@ -44,7 +44,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tupl
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """RequestRefused if a parameter names a token the model does not have."""
+    """RequestRefused if these are no sampling parameters or name a token the model does not have."""
+    if not isinstance(params, SamplingParams):
+        raise RequestRefused(f"Sampling parameters must be a SamplingParams, not {type(params).__name__}.")
     for token_id in params.stop_token_ids:
         check_token_id(token_id, "stop_token_ids", vocab_size)
     for token_id in params.logit_bias or ():
@@ -58,10 +60,14 @@ def check_token_id(token_id: int, where: str, vocab_size: int) -> None:
 
 
 def _mapped_prompt(prompt: Mapping[str, Any]) -> Prompt:
-    for key in ("prompt_token_ids", "prompt"):
-        if key in prompt:
-            return prompt[key]
-    raise RequestRefused(f"A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not {sorted(prompt)}.")
+    if "prompt_token_ids" in prompt:
+        if isinstance(prompt["prompt_token_ids"], str):
+            raise RequestRefused("prompt_token_ids must be a list of token ids, not str; give a text as 'prompt'.")
+        return prompt["prompt_token_ids"]
+    if "prompt" in prompt:
+        return prompt["prompt"]
+    keys = sorted(map(repr, prompt))
+    raise RequestRefused(f"A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not {', '.join(keys)}.")
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:

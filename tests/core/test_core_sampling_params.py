@@ -68,7 +68,7 @@ def test_borders_are_accepted(values):
         ({"frequency_penalty": -3}, "frequency_penalty must be a number between -2 and 2, not -3."),
         ({"repetition_penalty": 0}, "repetition_penalty must be a number greater than 0 and at most 1e+06, not 0."),
         ({"temperature": -0.1}, "temperature must be a number at least 0, not -0.1."),
-        ({"temperature": float("nan")}, "temperature must be a number at least 0, not nan."),
+        ({"temperature": float("nan")}, "temperature must be a finite number at least 0, not nan."),
         ({"temperature": "hot"}, "temperature must be a number at least 0, not 'hot'."),
         ({"top_p": 1.01}, "top_p must be a number between 0 and 1, not 1.01."),
         ({"top_k": -2}, "top_k must be an integer at least -1, not -2."),

@@ -131,3 +131,37 @@ def test_interrupted_generate_cancels_its_requests():
     llm.engine.scheduler.check_integrity()
     assert llm.engine.scheduler.pool.free_pages == 32
     assert llm.generate("abc", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "told"),
+    [
+        (["a"], {"temperature": 0}, "not dict"),
+        (["a"], [{"temperature": 0}], "not dict"),
+        (["a"], 5, "not int"),
+        (["a"], "greedy", "not str"),
+        ({"prompt_token_ids": "abc"}, GREEDY, "prompt_token_ids must be a list"),
+        ({"text": "abc", 3: 4}, GREEDY, "needs 'prompt'"),
+    ],
+)
+def test_wrong_types_are_told_in_a_sentence(llm, prompts, params, told):
+    with pytest.raises(ValueError, match=told):
+        llm.generate(prompts, params)
+    assert not llm.engine.has_unfinished
+
+
+def test_a_stream_refuses_what_are_no_params(llm):
+    with pytest.raises(RequestRefused, match="not dict"):
+        llm.stream("a", {"temperature": 0})
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "a"}, "a", None, 5])
+def test_a_conversation_is_a_list(llm, messages):
+    with pytest.raises(RequestRefused, match="must be a list of messages"):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize(("model", "told"), [(None, "NoneType"), (5, "int"), (b"x", "bytes"), ("", "empty")])
+def test_what_names_no_model(model, told):
+    with pytest.raises(ValueError, match=told):
+        LLM(model)

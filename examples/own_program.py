@@ -107,8 +107,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.model is None:
         print(random_model())
-    else:
+        return
+    try:
         print(loaded_model(options.model, options.question))
+    except ValueError as error:  # a model that is not there or cannot be run, in one sentence
+        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.build import EngineOptions
     from jaxinfer.engine.device_rates import DeviceRates
     from jaxinfer.engine.kernel_times import KernelTime
-    from jaxinfer.engine.step_times import StepTime, StepTimer
+    from jaxinfer.engine.step_times import StepTime, StepTimer, TimerSizes
 
 _STEPS_ABOUT = """Time prefill and decode steps of a model with the programs that serve requests, compiled and
 warmed up before. The floor is the least time for the bytes a step must move and the operations it
@@ -33,6 +33,9 @@ call must move and the operations it must do, at the bandwidth and rate measured
 same run; the last column is the floor over the time, so 100% is perfect. What kv_write moves is so
 little that a cache may take it faster than memory would."""
 
+TIMED_BATCHES, TIMED_CONTEXT, TIMED_PREFILL = (1, 8), 128, 512
+"""What `bench steps` measures unless told otherwise."""
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
@@ -42,11 +45,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     steps = kinds.add_parser("steps", help="prefill and decode step times", description=_STEPS_ABOUT)
     steps.add_argument("--model", metavar="M", help=MODEL_HELP)
     steps.add_argument("--config", metavar="FILE", help="a config.json instead of a model: random weights of its shape")
-    steps.add_argument("--batch", type=positives, default=(1, 8), metavar="N,N,...", help="decode batches (1,8)")
+    steps.add_argument("--batch", type=positives, default=TIMED_BATCHES, metavar="N,N,...", help="decode batches (1,8)")
     steps.add_argument(
-        "--context", type=positives, default=(128,), metavar="N,N,...", help="cached positions at decode (128)"
+        "--context",
+        type=positives,
+        metavar="N,N,...",
+        help=f"cached positions at decode ({TIMED_CONTEXT}, or as many as the model was made for)",
     )
-    steps.add_argument("--prefill", type=positives, default=(512,), metavar="N,N,...", help="prompt lengths (512)")
+    steps.add_argument(
+        "--prefill",
+        type=positives,
+        metavar="N,N,...",
+        help=f"prompt lengths ({TIMED_PREFILL}, or as many as the model was made for)",
+    )
     steps.add_argument("--rounds", type=positive, default=20, metavar="N", help="decode steps of each kind (20)")
     steps.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     add_engine_options(steps, only=("dtype", "attention"))
@@ -70,7 +81,7 @@ def run_steps(options: argparse.Namespace) -> int:
     engine = engine_options(options)
     begin = time.perf_counter()
     with native_messages_held(), user_mistakes():
-        timer = _step_timer(options, engine)
+        timer, sizes = _step_timer(options, engine)
     ready_s, rates = time.perf_counter() - begin, timer.rates()
     about = {
         "model": options.config or options.model or DEFAULT_MODEL,
@@ -79,7 +90,7 @@ def run_steps(options: argparse.Namespace) -> int:
         "ready_s": round(ready_s, 2),
         **_rates_as_json(rates),
     }
-    steps = list(measure_steps(timer, rates, options.batch, options.context, options.prefill, repeats=options.rounds))
+    steps = list(measure_steps(timer, rates, sizes.batches, sizes.contexts, sizes.prefills, repeats=options.rounds))
     if options.json:
         print(json.dumps(about | {"steps": [_step_as_json(step) for step in steps]}))
         return 0
@@ -114,16 +125,31 @@ def run_kernels(options: argparse.Namespace) -> int:
     return 0
 
 
-def _step_timer(options: argparse.Namespace, engine: EngineOptions) -> StepTimer:
+def _step_timer(options: argparse.Namespace, engine: EngineOptions) -> tuple[StepTimer, TimerSizes]:
+    from checkpoints import open_checkpoint
     from jaxinfer.cli._progress import progress_bars
-    from jaxinfer.engine.step_times import StepTimer, TimerSizes
+    from jaxinfer.engine.step_times import StepTimer
+    from jaxinfer.runtime.loading import decoder_config
 
-    sizes = TimerSizes(options.batch, options.context, options.prefill)
     with progress_bars() as progress:
         if options.config:
-            return StepTimer.with_random_weights(_config(options.config, engine), sizes, progress)
+            config = _config(options.config, engine)
+            sizes = _sizes(options, config.max_positions)
+            return StepTimer.with_random_weights(config, sizes, progress), sizes
         model = options.model or DEFAULT_MODEL
-        return StepTimer(model, dtype=engine.dtype, attention=engine.attention, sizes=sizes, on_progress=progress)
+        with open_checkpoint(model, progress=progress) as checkpoint:
+            sizes = _sizes(options, decoder_config(checkpoint).max_positions)
+            # A hub model is opened again by its directory, so that the hub is asked once.
+            source = model if checkpoint.directory is None else str(checkpoint.directory)
+        timer = StepTimer(source, dtype=engine.dtype, attention=engine.attention, sizes=sizes, on_progress=progress)
+        return timer, sizes
+
+
+def _sizes(options: argparse.Namespace, max_positions: int) -> TimerSizes:
+    from jaxinfer.engine.step_times import TimerSizes
+
+    contexts = options.context or (min(TIMED_CONTEXT, max_positions),)
+    return TimerSizes(options.batch, contexts, options.prefill or (min(TIMED_PREFILL, max_positions),))
 
 
 def _config(path: str, engine: EngineOptions) -> Any:

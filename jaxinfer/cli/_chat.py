@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 
 from checkpoints import Tokenizer
-from jaxinfer.cli._errors import UserMistake
+from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._interrupt import interruptible
-from jaxinfer.cli._serving import Job, prepare, print_statistics, serve
+from jaxinfer.cli._serving import Finished, Job, prepare, print_statistics, serve
 from jaxinfer.engine import OutputKind
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
@@ -49,7 +49,8 @@ class Conversation:
     def answer(self, question: str) -> None:
         """Print the answer as it comes, then remember both. UserMistake, and nothing remembered, if it does not fit."""
         messages = [*self.messages, {"role": "user", "content": question}]
-        prompt = self._job.tokenizer.encode_chat(messages)
+        with user_mistakes():
+            prompt = self._job.tokenizer.encode_chat(messages)
         context = self._job.engine.runner.limits.max_context
         if len(prompt) >= context:
             raise UserMistake(
@@ -57,14 +58,14 @@ class Conversation:
                 " /reset forgets the conversation."
             )
         pieces: list[str] = []
-        metrics = []
+        finished = Finished()
         with interruptible() as interrupted:
             for _, output in serve(self._job.engine, [prompt], self._job.params, OutputKind.DELTA, interrupted):
                 pieces += [completion.text for completion in output.outputs]
                 print("".join(completion.text for completion in output.outputs), end="", flush=True)
-                metrics = [output.metrics] if output.metrics else []
+                finished.add(output)
         print(flush=True)
-        print_statistics(metrics)
+        print_statistics(finished)
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _ABOUT = """Compile the real prefill and decode steps of a model for a chip, with the chip's real compiler, on any
 machine and without the weights. For every batch shape it tells whether the program compiles, how much memory it takes,
 whether the KV pool is updated in place, and the least time a step can take by the chip's datasheet; at the end whether
-it all fits, and the largest pool that does. Needs the compilers: pip install 'jaxinfer[aot]'."""
+it all fits, and the largest pool that does. Needs Python 3.12 or newer and the compilers: pip install -e '.[aot]'."""
 GIB = 1024**3
+DEFAULT_MAX_CONTEXT = 2048
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -50,7 +51,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="attention kernels (default: auto, the best for the chip)",
     )
     parser.add_argument("--max-slots", type=positive, default=64, metavar="N", help="sequences at once (64)")
-    parser.add_argument("--max-context", type=positive, default=2048, metavar="N", help="positions of each (2048)")
+    parser.add_argument(
+        "--max-context",
+        type=positive,
+        metavar="N",
+        help=f"positions of each ({DEFAULT_MAX_CONTEXT}, or as many as the model was made for)",
+    )
     parser.add_argument("--page-size", type=positive, default=64, metavar="N", help="positions of a page (64)")
     parser.add_argument(
         "--num-pages", type=positive, metavar="N", help="pages of the pool (default: for every slot's full context)"
@@ -117,14 +123,15 @@ def _config(options: argparse.Namespace) -> DecoderConfig:
 def _sizes(config: DecoderConfig, options: argparse.Namespace) -> tuple[RunnerLimits, Buckets]:
     from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 
-    if options.max_context > config.max_positions:
-        raise UserMistake(f"--max-context is {options.max_context}, but the model was made for {config.max_positions}.")
-    full = options.max_slots * -(-options.max_context // options.page_size) + 1
+    max_context = options.max_context or min(DEFAULT_MAX_CONTEXT, config.max_positions)
+    if max_context > config.max_positions:
+        raise UserMistake(f"--max-context is {max_context}, but the model was made for {config.max_positions}.")
+    full = options.max_slots * -(-max_context // options.page_size) + 1
     limits = RunnerLimits(
         max_slots=options.max_slots,
         page_size=options.page_size,
         num_pages=options.num_pages or full,
-        max_context=options.max_context,
+        max_context=max_context,
         max_batched_tokens=max(options.max_batched_tokens, options.max_slots),
         max_prefill_rows=min(options.max_prefill_rows, options.max_slots),
         vocab_size=config.vocab_size,
@@ -180,10 +187,11 @@ class _TablePrinter:
 
     def __init__(self, config: DecoderConfig, limits: RunnerLimits) -> None:
         self._config, self._limits, self._kernels = config, limits, ""
-        print("".join(f"{name:>{width}}" for name, width in self._COLUMNS))
 
     def bucket(self, report: BucketReport) -> None:
-        """One line."""
+        """One line, the first under the names of the columns."""
+        if not self._kernels:
+            print("".join(f"{name:>{width}}" for name, width in self._COLUMNS))
         moved = report.bytes_accessed
         values: tuple[Any, ...] = (
             report.kind,

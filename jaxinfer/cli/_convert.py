@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from jaxinfer.cli._errors import user_mistakes
 from jaxinfer.cli._options import MODEL_HELP
@@ -24,5 +25,18 @@ def run(options: argparse.Namespace) -> int:
 
     with user_mistakes(), progress_bars() as progress:
         written = convert(options.source, options.destination, progress=progress)
-    print(f"Wrote {written}")
+        note = tokenizer_note(written)
+    print(f"Wrote {written}{note}")
     return 0
+
+
+def tokenizer_note(directory: Path) -> str:
+    """What to add where the model was written, if it came without a tokenizer that can be used."""
+    from checkpoints import CheckpointError, open_checkpoint
+
+    with open_checkpoint(directory) as checkpoint:
+        try:
+            checkpoint.tokenizer()
+        except CheckpointError:
+            return ", without a tokenizer, which `generate` needs; put the model's tokenizer.json there"
+    return ""

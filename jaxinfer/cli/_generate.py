@@ -15,8 +15,8 @@ from jaxinfer.cli._options import add_engine_options, add_model, add_sampling_op
 
 if TYPE_CHECKING:
     from checkpoints import Tokenizer
-    from jaxinfer.cli._serving import Job
-    from jaxinfer.engine import CompletionOutput, RequestMetrics, RequestOutput
+    from jaxinfer.cli._serving import Finished, Job
+    from jaxinfer.engine import CompletionOutput, RequestOutput
     from jaxinfer.engine.outputs import TokenLogprobs
     from jaxinfer.engine.prompts import Prompt
 
@@ -133,38 +133,36 @@ def _generate(options: argparse.Namespace, prompts: Sequence[str]) -> int:
         return INTERRUPTED if interrupted() else 0
 
 
-def _print_stream(job: Job, interrupted: Any) -> list[RequestMetrics]:
+def _print_stream(job: Job, interrupted: Any) -> Finished:
     """Print one prompt's text as it comes."""
-    from jaxinfer.cli._serving import serve
+    from jaxinfer.cli._serving import Finished, serve
     from jaxinfer.engine import OutputKind
 
-    last, metrics = "\n", []
+    last, finished = "\n", Finished()
     for _, output in serve(job.engine, job.prompts, job.params, OutputKind.DELTA, interrupted):
         for completion in output.outputs:
             print(completion.text, end="", flush=True)
             last = completion.text[-1:] or last
-        metrics = [output.metrics] if output.metrics else []
+        finished.add(output)
     if last != "\n":
         print(flush=True)
-    return metrics
+    return finished
 
 
-def _print_whole(job: Job, prompts: Sequence[str], as_json: bool, interrupted: Any) -> list[RequestMetrics]:
+def _print_whole(job: Job, prompts: Sequence[str], as_json: bool, interrupted: Any) -> Finished:
     """Print each request when it and all before it have finished."""
-    from jaxinfer.cli._serving import serve
+    from jaxinfer.cli._serving import Finished, serve
     from jaxinfer.engine import OutputKind
 
-    shown = _InOrder()
-    metrics = []
+    shown, finished = _InOrder(), Finished()
     for number, output in serve(job.engine, job.prompts, job.params, OutputKind.FINAL_ONLY, interrupted):
         for index, ready in shown.add(number, output):
             if as_json:
                 print(json.dumps(_as_json(prompts[index], ready), ensure_ascii=False), flush=True)
             else:
                 _print_text(prompts[index] if len(prompts) > 1 else None, ready, first=index == 0)
-            if ready.metrics is not None:
-                metrics.append(ready.metrics)
-    return metrics
+            finished.add(ready)
+    return finished
 
 
 @dataclass

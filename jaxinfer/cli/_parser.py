@@ -17,6 +17,13 @@ class Parser(argparse.ArgumentParser):
             **settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=True
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an unknown argument here, so that the advice names the command that was given it."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments."""
         raise UserMistake(f"{message.rstrip('.')}; see `{self.prog} --help`.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -90,8 +90,27 @@ def chat_messages(system: str | None, prompt: str) -> list[Mapping[str, str]]:
     return [*messages, {"role": "user", "content": prompt}]
 
 
-def statistics_line(finished: Sequence[RequestMetrics]) -> str:
-    """Tokens and times of the requests of one batch."""
+@dataclass
+class Finished:
+    """What the closing line tells of a batch: the requests' metrics, and the lengths of texts cut short."""
+
+    metrics: list[RequestMetrics] = field(default_factory=list)
+    cut_at: list[int] = field(default_factory=list)
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a request's last output; others change nothing."""
+        if output.metrics is None:
+            return
+        self.metrics.append(output.metrics)
+        for completion in output.outputs:
+            if completion.finish_reason == "length":
+                alone = len(output.outputs) == 1  # then an output that holds only what is new does, too
+                self.cut_at.append(output.metrics.num_output_tokens if alone else len(completion.token_ids))
+
+
+def statistics_line(batch_finished: Finished) -> str:
+    """Tokens and times of the requests of one batch, and whether texts were cut by max_tokens or the context."""
+    finished = batch_finished.metrics
     prompt_tokens = sum(metrics.num_prompt_tokens for metrics in finished)
     new_tokens = sum(metrics.num_output_tokens for metrics in finished)
     batch, note = ("", "") if len(finished) == 1 else (f"{len(finished)} prompts, ", " (medians)")
@@ -99,14 +118,23 @@ def statistics_line(finished: Sequence[RequestMetrics]) -> str:
     itl = _median_ms([metrics.itl_s for metrics in finished])
     rate = new_tokens / max(metrics.e2e_s for metrics in finished)
     counts = f"{batch}{_count(prompt_tokens, 'prompt token')}, {_count(new_tokens, 'new token')}"
-    return f"{counts}; TTFT {ttft}, ITL {itl}{note}, {rate:.1f} tok/s"
+    return f"{counts}; TTFT {ttft}, ITL {itl}{note}, {rate:.1f} tok/s{_cut_note(batch_finished)}"
 
 
-def print_statistics(finished: Sequence[RequestMetrics]) -> None:
+def _cut_note(finished: Finished) -> str:
+    if not finished.cut_at:
+        return ""
+    shortest, longest = min(finished.cut_at), max(finished.cut_at)
+    length = _count(longest, "token") if shortest == longest else f"{shortest} .. {longest} tokens"
+    texts = "" if len(finished.metrics) == len(finished.cut_at) == 1 else f"{_count(len(finished.cut_at), 'text')} "
+    return f" ({texts}cut at {length})"
+
+
+def print_statistics(finished: Finished) -> None:
     """The closing line, on standard error."""
     from rich.console import Console
 
-    if finished:
+    if finished.metrics:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(statistics_line(finished), style="dim", markup=False)
 
@@ -127,8 +155,15 @@ def _refuse_early(
     from jaxinfer.engine.build import limits_for
     from jaxinfer.runtime.loading import decoder_config
 
-    config = decoder_config(checkpoint, dtype=options.dtype, attention=options.attention)
+    config = decoder_config(checkpoint, dtype=options.dtype, kv_dtype=options.kv_dtype, attention=options.attention)
     idle_runner = cast(Runner, SimpleNamespace(limits=limits_for(config, options)))
-    trial = Engine(idle_runner, tokenizer, mode=options.mode)
+    trial = Engine(
+        idle_runner,
+        tokenizer,
+        mode=options.mode,
+        policy=options.policy,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+    )
     for number, prompt in enumerate(prompts):
         trial.add_request(str(number), prompt, params)

@@ -135,7 +135,8 @@ def _devices(target: Target) -> list[Any]:
         package = "libtpu" if chip.gpu is None else "the CUDA plugin of jax"
         raise CompilerMissing(
             f"Compiling for {target.name} needs {package}, which cannot be loaded here "
-            f"({str(error).splitlines()[0][:200]}); install it with: pip install 'jaxinfer[aot]'."
+            f"({str(error).splitlines()[0][:200]}); install it, with Python 3.12 or newer, by: "
+            "pip install -e '.[aot]'."
         ) from error
 
 

@@ -46,7 +46,7 @@ def test_the_conversation_is_remembered(chat):
     first_answer = out.split("\n", 1)[1][:3]
     assert asked[0] == "user: Hi\nassistant: "
     assert asked[1] == f"user: Hi\nassistant: {first_answer}\nuser: And?\nassistant: "
-    assert err.count(" tok/s\n") == 2
+    assert err.count(" tok/s (cut at 3 tokens)\n") == 2
     assert "/reset" in out
 
 
@@ -93,3 +93,10 @@ def test_ctrl_c_stops_the_answer_only(chat, monkeypatch):
     assert len(asked) == 2
     remembered = asked[1].removeprefix("user: Hi\nassistant: ").removesuffix("\nuser: Yo\nassistant: ")
     assert len(remembered) == 2  # two rounds, one character each
+
+
+def test_a_question_that_is_no_text_is_refused_and_the_chat_goes_on(chat):
+    code, _, err, asked = chat("caf\udce9", "Hi")
+    assert code == 0
+    assert "jaxinfer: the text is not valid Unicode at " in err
+    assert asked == ["user: Hi\nassistant: "]

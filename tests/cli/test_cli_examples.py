@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,3 +37,13 @@ def test_a_loaded_model_gives_what_transformers_gives():
         params = example.load_params(checkpoint, config)
     ids = example.generate(config, params, expected["prompt_2"].tolist(), new_tokens=24)
     assert ids == expected["greedy_2"][:24].tolist()
+
+
+def test_a_model_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["own_program.py", "--model", "nope"])
+    with pytest.raises(SystemExit) as left:
+        load("own_program").main()
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("nope: no such file")
+    assert told.count("\n") == 1

@@ -49,7 +49,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(generate):
     assert err.count("\n") == 1
     assert err.startswith("23 prompt tokens, 10 new tokens; TTFT ")
     assert " ms, ITL " in err
-    assert err.endswith(" tok/s\n")
+    assert err.endswith(" tok/s (cut at 10 tokens)\n")
 
 
 def test_text_comes_as_it_is_generated(generate, monkeypatch, capsys):
@@ -252,3 +252,25 @@ def test_the_first_command_of_the_readme():
     assert result["token_ids"] == [504, 3575, 282, 4649, 314, 7042, 30, 2]
     assert result["text"] == "The capital of France is Paris."
     assert result["finish_reason"] == "stop"
+
+
+def test_statistics_tell_which_texts_were_cut(generate, objects):
+    long = ("--max-tokens", "8", "--ignore-eos")
+    first, second = (objects(prompt, *long)[0]["token_ids"] for prompt in ("one", "two"))
+    stop = next(token for token in second[:4] if token not in first)
+    _, _, err = generate("one", "two", *long, "--stop-token-ids", str(stop))
+    assert err.endswith(" tok/s (1 text cut at 8 tokens)\n")
+    _, _, err = generate("two", *long, "--stop-token-ids", str(stop))
+    assert err.endswith(" tok/s\n")
+    _, _, err = generate("two", "--n", "2", *long)
+    assert err.endswith(" tok/s (2 texts cut at 8 tokens)\n")
+
+
+def test_pages_of_a_small_type_fit_more(generate):
+    # Of float32 pages only one fits, of int8 pages five; the refusal must count with the type that was asked for.
+    small = ("--max-tokens", "40", "--ignore-eos", "--kv-cache-gib", "2.5e-5")
+    code, _, err = generate("hi", *small)
+    assert code == 2
+    assert "cache" in err
+    code, _, err = generate("hi", *small, "--kv-dtype", "int8")
+    assert code == 0, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 import safetensors.numpy
 from tiny_model import SMALL, write_model
 
+from jaxinfer.cli import _bench
+
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
@@ -20,7 +23,10 @@ from tiny_model import SMALL, write_model
         (["generate", "hi", "--dtype", "float8"], "--dtype"),
         (["generate", "hi", "--attention", "magic"], "--attention"),
         (["generate", "hi", "--mode", "sometimes"], "--mode"),
-        (["generate", "hi", "--wrong"], "--wrong"),
+        (["generate", "hi", "--wrong"], "--wrong; see `jaxinfer generate --help`"),
+        (["bench", "steps", "--wrong"], "--wrong; see `jaxinfer bench steps --help`"),
+        (["--wrong"], "--wrong; see `jaxinfer --help`"),
+        (["generate", "--model", "", "hi"], "empty"),
         (["generate", "hi", "--temp", "0"], "--temp"),  # no abbreviations
         (["generate", "hi", "--temperature", "warm"], "'warm'"),
         (["generate", "hi", "--max-tokens", "1.5"], "'1.5'"),
@@ -48,7 +54,8 @@ def test_arguments(refusal, arguments, named):
     ("options", "named"),
     [
         (["--temperature", "-1"], "temperature"),
-        (["--temperature", "nan"], "temperature"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--temperature", "inf"], "temperature must be a finite number"),
         (["--top-p", "1.5"], "top_p"),
         (["--top-k", "-2"], "top_k"),
         (["--min-p", "2"], "min_p"),
@@ -75,6 +82,7 @@ def test_bad_parameters_need_no_model(refusal, monkeypatch, options, named):
         (["--max-context", "0"], "max_context"),
         (["--page-size", "7"], "page_size"),
         (["--num-pages", "1"], "num_pages"),
+        (["--num-pages", "3000000000"], "3000000000"),
         (["--kv-cache-gib", "0"], "kv_cache_gib"),
         (["--logit-bias", "999=1"], "999"),
         (["--stop-token-ids", "160"], "160"),
@@ -239,3 +247,51 @@ def test_a_backend_that_is_not_there():
     assert done.returncode == 2
     assert done.stderr.startswith("jaxinfer: jax finds no device")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_trial_is_of_the_engine_that_was_asked_for(refusal, monkeypatch, tiny_model):
+    refuse_building(monkeypatch)
+    seen = {}
+    monkeypatch.setattr("jaxinfer.cli._serving.Engine", lambda *_, **settings: seen.update(settings) or FakeTrial())
+    asked = ("--policy", "priority", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--mode", "static")
+    assert "on trial" in refusal("generate", "--model", tiny_model, "hi", *asked)
+    assert seen == {
+        "mode": "static",
+        "policy": "priority",
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+    }
+
+
+class FakeTrial:
+    """Refuses every request."""
+
+    def add_request(self, *_):
+        raise ValueError("on trial.")
+
+
+COMPILE = ("compile", "--target", "v5e-1")
+
+
+def test_compile_prints_nothing_before_a_mistake(refusal, monkeypatch, tiny_model):
+    def compile_report(config, limits, *_):
+        raise ValueError(f"{limits.max_context} positions.")
+        yield
+
+    monkeypatch.setattr("jaxinfer.runtime.compiler_environment.compiler_environment", lambda _: {})
+    monkeypatch.setattr("jaxinfer.runtime.aot.compile_report", compile_report)
+    longest = json.loads((Path(tiny_model) / "config.json").read_text())["max_position_embeddings"]
+    assert longest < 2048
+    assert refusal(*COMPILE, "--model", tiny_model) == f"jaxinfer: {longest} positions.\n"
+    told = refusal(*COMPILE, "--model", tiny_model, "--max-context", "2048")
+    assert f"made for {longest}" in told
+
+
+def test_steps_are_timed_at_sizes_that_the_model_has():
+    given = argparse.Namespace(batch=(1,), context=None, prefill=None)
+    sizes = _bench._sizes(given, 100)
+    assert (sizes.contexts, sizes.prefills) == ((100,), (100,))
+    sizes = _bench._sizes(given, 4096)
+    assert (sizes.contexts, sizes.prefills) == ((128,), (512,))
+    sizes = _bench._sizes(argparse.Namespace(batch=(1,), context=(300,), prefill=(400,)), 100)
+    assert (sizes.contexts, sizes.prefills) == ((300,), (400,))

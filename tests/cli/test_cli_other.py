@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_model import write_model
 
 import jaxinfer
 from checkpoints import DEFAULT_MODEL, NAMED_MODELS, open_checkpoint
@@ -123,3 +124,10 @@ def test_convert(capsys, tiny_model, tmp_path):
         assert {name: info.shape for name, info in after.tensors.items()} == {
             name: info.shape for name, info in before.tensors.items()
         }
+
+
+def test_convert_says_when_there_is_no_tokenizer(capsys, tmp_path):
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    assert main(["convert", str(model), str(tmp_path / "converted")]) == 0
+    assert capsys.readouterr().out.startswith(f"Wrote {tmp_path / 'converted'}, without a tokenizer")

@@ -1,7 +1,7 @@
 """Checkpoint readers, the registry of named models and tokenizers; knows nothing of the engine."""
 
 from checkpoints._checkpoint import Checkpoint, TensorInfo
-from checkpoints._convert import convert
+from checkpoints._convert import conversion_note, convert
 from checkpoints._errors import CheckpointError
 from checkpoints._named_models import (
     DEFAULT_MODEL,
@@ -26,6 +26,7 @@ __all__ = [
     "TensorInfo",
     "Tokenizer",
     "cache_directory",
+    "conversion_note",
     "convert",
     "fetch_named_model",
     "named_model_path",

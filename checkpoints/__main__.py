@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from checkpoints._convert import convert
+from checkpoints._convert import conversion_note, convert
 from checkpoints._errors import CheckpointError
 from checkpoints._inspect import print_summary
 from checkpoints._open import open_checkpoint
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             with progress_bar() as progress:
                 written = convert(options.source, options.destination, progress=progress)
-            print(f"Wrote {written}")
+            print(f"Wrote {written}{conversion_note(written)}")
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2

@@ -46,6 +46,19 @@ def convert(
     return target
 
 
+def conversion_note(directory: Path) -> str:
+    """What to say after the name of a directory that `convert` wrote: nothing, or that no usable tokenizer came along.
+
+    Raises `CheckpointError` when the directory cannot be opened.
+    """
+    with open_checkpoint(directory) as checkpoint:
+        try:
+            checkpoint.tokenizer()
+        except CheckpointError:
+            return ", without a tokenizer, which generating needs; put the model's tokenizer.json there"
+    return ""
+
+
 def _write(checkpoint: Checkpoint, directory: Path, progress: Progress | None) -> None:
     _write_json(directory / "config.json", checkpoint.config)
     if checkpoint.generation_config:

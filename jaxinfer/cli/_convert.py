@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from jaxinfer.cli._errors import user_mistakes
 from jaxinfer.cli._options import MODEL_HELP
@@ -20,23 +19,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert and say where it lies."""
-    from checkpoints import convert
+    from checkpoints import conversion_note, convert
     from jaxinfer.cli._progress import progress_bars
 
     with user_mistakes(), progress_bars() as progress:
         written = convert(options.source, options.destination, progress=progress)
-        note = tokenizer_note(written)
+        note = conversion_note(written)
     print(f"Wrote {written}{note}")
     return 0
-
-
-def tokenizer_note(directory: Path) -> str:
-    """What to add where the model was written, if it came without a tokenizer that can be used."""
-    from checkpoints import CheckpointError, open_checkpoint
-
-    with open_checkpoint(directory) as checkpoint:
-        try:
-            checkpoint.tokenizer()
-        except CheckpointError:
-            return ", without a tokenizer, which `generate` needs; put the model's tokenizer.json there"
-    return ""

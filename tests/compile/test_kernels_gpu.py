@@ -56,17 +56,22 @@ SPLIT_WINDOW = dataclasses.replace(SPLIT, name="split_window", window=600)
 
 
 @pytest.fixture(scope="module")
-def h100():
-    """A sharding on an H100 described by its target configuration, with kernels lowered for it."""
+def h100_device():
+    """An H100 described by its target configuration."""
     config = (Path(__file__).parent / "h100_target_config.txtpb").read_text()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1x1x1", target_config=config
     )
-    device = topology.devices[0]
-    target = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=None, platform="cuda")
+    return topology.devices[0]
+
+
+@pytest.fixture
+def h100(h100_device):
+    """A sharding on an H100, with kernels lowered for it in this test alone: tests that compute cannot run beside it."""
+    target = jax.sharding.AbstractDevice(device_kind=h100_device.device_kind, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=target)):
-        yield jax.sharding.SingleDeviceSharding(device)
+        yield jax.sharding.SingleDeviceSharding(h100_device)
 
 
 def check_compiled(compiled, pool, kernels: int) -> None:

@@ -68,7 +68,7 @@ def h100_device():
 
 @pytest.fixture
 def h100(h100_device):
-    """A sharding on an H100, with kernels lowered for it in this test alone: tests that compute cannot run beside it."""
+    """A sharding on an H100, with kernels lowered for it in this test alone: others compute on this machine."""
     target = jax.sharding.AbstractDevice(device_kind=h100_device.device_kind, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=target)):
         yield jax.sharding.SingleDeviceSharding(h100_device)

@@ -117,6 +117,14 @@ class BlockPool:
                 raise RuntimeError(f"Page {page} is not held and cannot lose its name.")
             self._unname(page)
 
+    def reset(self) -> None:
+        """Take every page back from its holders and forget all names: what the pages held is of no use any more."""
+        self._references = [0] * self.num_pages
+        self._free = deque(range(1, self.num_pages))
+        self._cached = OrderedDict()
+        self._page_named = {}
+        self._names = [None] * self.num_pages
+
     def check_integrity(self) -> None:
         """RuntimeError unless every page but the padding page is once free, cached or held, and every name is right."""
         unused = [*self._free, *self._cached]

@@ -35,6 +35,7 @@ class Request:
         cache_salt: its pages are shared only with requests of the same salt.
         max_new_tokens: params.max_tokens capped at what context and cache hold; set when the scheduler accepts it.
         sequences: the n sequences.
+        num_unfinished: how many of them have not finished; kept by the scheduler.
     """
 
     request_id: str
@@ -48,14 +49,16 @@ class Request:
     cache_salt: str = ""
     max_new_tokens: int = 0
     sequences: tuple[Sequence, ...] = field(init=False)
+    num_unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_unfinished = self.params.n
         self.sequences = tuple(Sequence(self, i, (self.seed + i) % SEED_RANGE) for i in range(self.params.n))
 
     @property
     def finished(self) -> bool:
         """Whether every sequence has finished."""
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        return self.num_unfinished == 0
 
     @property
     def max_positions(self) -> int:

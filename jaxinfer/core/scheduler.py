@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from bisect import insort
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
@@ -211,7 +211,7 @@ class Scheduler:
         """End every unfinished sequence of a request with reason "abort"; None if no such request is unfinished."""
         request = self.requests.get(request_id)
         if request is not None:
-            for sequence in request.sequences:
+            for sequence in reversed(request.sequences):  # the end of a queue is removed fast, its start is not
                 self.finish(sequence, "abort", stop_reason)
         return request
 
@@ -236,11 +236,12 @@ class Scheduler:
             if sequence.finish_reason != "abort" and reason == "stop" and isinstance(stop_reason, str):
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
-        sequence.finish_reason = reason
-        sequence.stop_reason = stop_reason
         sequence.finished_at = self._clock()
+        sequence.stop_reason = stop_reason
+        sequence.finish_reason = reason  # last: it says that the sequence has ended and the rest is set
+        sequence.request.num_unfinished -= 1
         if sequence.slot is None:
-            self.waiting.remove(sequence)
+            del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]
         else:
             self._leave_slot(sequence)
         if sequence.request.finished:
@@ -291,6 +292,26 @@ class Scheduler:
         for request in lost:
             self.cancel(request.request_id)
         return lost
+
+    def reset(self, torn: Iterable[Sequence] = ()) -> None:
+        """Start again with an empty cache, after a failure at any point of a round or when the cache was lost.
+
+        The requests that have a sequence on the device end with reason "abort", and so do `torn`: the sequences whose
+        part in the round may have been recorded by half. The requests that only wait go on. Trusts nothing that a round
+        changes, and may be repeated if it was itself interrupted.
+        """
+        torn = dict.fromkeys(torn)
+        lost = dict.fromkeys(sequence.request for sequence in torn)
+        for request in self.requests.values():
+            if any(sequence.slot is not None or sequence.pages for sequence in request.sequences):
+                lost[request] = None
+        ended = [s for request in lost for s in request.sequences if s.finish_reason is None]
+        now = self._clock()
+        for sequence in (*torn, *ended):
+            sequence.finish_reason, sequence.stop_reason, sequence.finished_at = "abort", None, now
+        self._rebuild()
+        for sequence in ended:
+            self._observer(SequenceFinished(now, _sequence_id(sequence), "abort", len(sequence.output_ids)))
 
     def owners(self, work: StepWork) -> dict[int, SequenceId]:
         """Slot -> sequence for every slot that the round works on, without sequences that have ended since."""
@@ -579,6 +600,22 @@ class Scheduler:
         new = entries[max(0, sequence.prompt_tokens_reported - row.start) :]
         sequence.prompt_tokens_reported += len(new)
         return new
+
+    def _rebuild(self) -> None:
+        """Queues, slots and pages for the sequences that have not ended, all of them waiting."""
+        self._in_flight = None
+        self.pool.reset()
+        self._slots = [None] * self.config.max_slots
+        self._free_slots = list(range(self.config.max_slots))
+        self.running = []
+        sequences = [sequence for request in self.requests.values() for sequence in request.sequences]
+        for sequence in sequences:
+            sequence.pages, sequence.slot, sequence.decoding = [], None, False
+            sequence.num_cached = sequence.num_shown = sequence.num_named = 0
+        self.waiting = sorted((s for s in sequences if s.finish_reason is None), key=_rank)
+        for request in self.requests.values():
+            request.num_unfinished = sum(sequence.finish_reason is None for sequence in request.sequences)
+        self.requests = {name: request for name, request in self.requests.items() if not request.finished}
 
     def _leave_slot(self, sequence: Sequence) -> int:
         slot = sequence.slot

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Literal, Protocol
 
 from jaxinfer.core.observer import Observer, RoundFinished, unobserved
-from jaxinfer.core.request import SEED_RANGE, Request
+from jaxinfer.core.request import SEED_RANGE, Request, Sequence
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, SequenceProgress
 from jaxinfer.core.step import StepResult, StepWork
+from jaxinfer.engine.interrupts import interrupts_held
 from jaxinfer.engine.output_state import RequestState
 from jaxinfer.engine.outputs import OutputKind, RequestOutput
 from jaxinfer.engine.prompts import Prompt, Tokenizer, check_params, encode_prompt
@@ -51,15 +52,21 @@ class Runner(Protocol):
         """Run one round and wait for its result."""
         ...
 
+    def recover(self) -> bool:
+        """Become usable again after an exception out of `execute`; True if what was cached is lost."""
+        ...
+
 
 class Engine:
     """Serves many requests at once on one runner.
 
     `add_request` queues, `step` runs one round and returns what is new, `abort` ends a request at any moment. A mistake
-    in a request is a ValueError from `add_request` and disturbs no other request. If a round fails on the device,
+    in a request is a ValueError from `add_request` and disturbs no other request. If a round fails or is interrupted,
     `step` raises, the requests in that round end with reason "abort" (their outputs come with the next `step`) and the
-    others go on. A sequence whose logits are not finite numbers ends alone, with reason "abort" and stop_reason
-    NON_FINITE. Not thread-safe: call it from one thread, or from one at a time.
+    others go on; if the cache was lost with it, every request that had begun ends so. In the main thread Ctrl-C waits
+    for the end of the round and ends no request; a second one interrupts the round. A sequence whose logits are not
+    finite numbers ends alone, with reason "abort" and stop_reason NON_FINITE. Not thread-safe: call it from one thread,
+    or from one at a time.
 
     Args:
         runner: executes rounds.
@@ -112,11 +119,12 @@ class Engine:
         self._token_text = lru_cache(_TOKEN_TEXTS_KEPT)(lambda token_id: tokenizer.decode([token_id], False))
         self._states: dict[str, RequestState] = {}
         self._undelivered: list[RequestOutput] = []
+        self._torn = False  # whether a failed round still has to be cleared away
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to hand out."""
-        return self.scheduler.has_unfinished or bool(self._undelivered)
+        return bool(self._states or self._undelivered)
 
     def add_request(
         self,
@@ -164,41 +172,74 @@ class Engine:
             deadline=deadline,
             cache_salt=cache_salt,
         )
-        self.scheduler.add(request)
-        self._states[request_id] = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
+        state = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
+        with interrupts_held():
+            self.scheduler.add(request)
+            self._states[request_id] = state
 
     def step(self) -> list[RequestOutput]:
         """Run one round; outputs of the requests it brought forward."""
+        # Outputs are kept until nothing can fail any more, so that an exception loses none.
+        with interrupts_held():
+            self._finish_recovery()
+            finished = self._run_round()
+            if finished is not None:
+                self._observer(finished)
         outputs, self._undelivered = self._undelivered, []
-        outputs += [self._states.pop(request.request_id).abort() for request in self.scheduler.expire()]
-        if not self.scheduler.has_unfinished:
-            return outputs
-        host_start = self._clock()
-        work = self.scheduler.schedule()
-        waiting, running, pages = len(self.scheduler.waiting), len(self.scheduler.running), self.scheduler.pool.usage
-        start = self._clock()
-        result = self._execute(work)
-        end = self._clock()
-        owners = self.scheduler.owners(work)
-        outputs += self._postprocess(self.scheduler.commit(work, result, end))
-        self._observer(RoundFinished(host_start, start, end, self._clock(), work, owners, waiting, running, pages))
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its last output (reason "abort"), or None if no such request is unfinished."""
-        if self.scheduler.cancel(request_id) is None:
-            return None
-        return self._states.pop(request_id).abort()
+        with interrupts_held():
+            self._finish_recovery()
+            if self.scheduler.cancel(request_id) is None:
+                return None
+            return self._states.pop(request_id).abort()
 
-    def _execute(self, work: StepWork) -> StepResult:
+    def _run_round(self) -> RoundFinished | None:
+        scheduler = self.scheduler
+        work: StepWork | None = None  # a round that was scheduled and is not recorded, not even by half
+        recording: list[Sequence] = []
         try:
-            return self.runner.execute(work)
+            for request in scheduler.expire():
+                self._deliver_abort(request.request_id)
+            if not scheduler.has_unfinished:
+                return None
+            host_start = self._clock()
+            work = scheduled = scheduler.schedule()
+            waiting, running, pages = len(scheduler.waiting), len(scheduler.running), scheduler.pool.usage
+            start = self._clock()
+            result = self.runner.execute(scheduled)
+            end = self._clock()
+            owners = scheduler.owners(scheduled)
+            recording, work = scheduler.running.copy(), None
+            self._postprocess(scheduler.commit(scheduled, result, end))
         except BaseException:
-            for request in self.scheduler.abandon(work):
-                self._undelivered.append(self._states.pop(request.request_id).abort())
+            self._recover(work, recording)
             raise
+        return RoundFinished(host_start, start, end, self._clock(), scheduled, owners, waiting, running, pages)
 
-    def _postprocess(self, progress: list[SequenceProgress]) -> list[RequestOutput]:
+    def _finish_recovery(self) -> None:
+        if self._torn:  # an exception came while an earlier one was dealt with
+            self._recover(None, ())
+
+    def _recover(self, work: StepWork | None, recording: Iterable[Sequence]) -> None:
+        """Clear away a failed round; work: None if it failed in the middle of the scheduler's own changes."""
+        self._torn = True
+        cache_lost = self.runner.recover()
+        if work is None or cache_lost:
+            self.scheduler.reset(recording)
+        else:
+            self.scheduler.abandon(work)
+        for request_id in [name for name in self._states if name not in self.scheduler.requests]:
+            self._deliver_abort(request_id)
+        self._torn = False
+
+    def _deliver_abort(self, request_id: str) -> None:
+        self._undelivered.append(self._states[request_id].abort())
+        del self._states[request_id]
+
+    def _postprocess(self, progress: list[SequenceProgress]) -> None:
         changed: dict[str, RequestState] = {}
         for item in progress:
             request_id = item.sequence.request.request_id
@@ -213,6 +254,8 @@ class Engine:
                 state.completions[item.sequence.index].abort()
                 changed[request_id] = state
         for request_id, state in changed.items():
+            output = state.take_output()
+            if output is not None:
+                self._undelivered.append(output)
             if state.request.finished:
                 del self._states[request_id]
-        return [output for state in changed.values() if (output := state.take_output()) is not None]

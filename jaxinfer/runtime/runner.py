@@ -92,6 +92,20 @@ class Runner:
             failed |= _false_slots(finite, work.decodes)
         return StepResult(sampled, prompt_logprobs, frozenset(failed))
 
+    def recover(self) -> bool:
+        """Make the runner usable after `execute` was left by an exception; True if the cache was lost and is empty now.
+
+        An exception between a program's call and the assignment of its results leaves only donated, deleted arrays
+        behind; a program that failed on the device leaves arrays that cannot be read.
+        """
+        arrays = jax.tree.leaves((self.state, self.sampler))
+        if _readable(arrays):
+            return False
+        for array in arrays:  # all must be gone before there is room for new ones
+            array.delete()
+        self.reset()
+        return True
+
     # --- decode and prefill ------------------------------------------------------------------------------------------
 
     def _decode(self, slots: Sequence[int], updates: Sequence[TableUpdate]) -> tuple[sampler.Sampled, jax.Array]:
@@ -218,6 +232,17 @@ class Runner:
         self.sampler = self.programs.add_token_facts(
             self.sampler, slots, ids, counts, table[3].astype(np.uint8), table[4]
         )
+
+
+def _readable(arrays: Sequence[jax.Array]) -> bool:
+    """Whether all arrays exist and were computed without error; waits for those still being computed."""
+    if any(array.is_deleted() for array in arrays):
+        return False
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:  # whatever a device reports: the arrays are lost
+        return False
+    return True
 
 
 def _false_slots(flags: jax.Array, slots: Sequence[int]) -> set[int]:

@@ -95,6 +95,7 @@ class FakeRunner:
         self._tables = [[0] * columns for _ in range(self.limits.max_slots)]
         self._pages = [[NEVER_WRITTEN] * self.limits.page_size for _ in range(self.limits.num_pages)]
         self._slots: dict[int, _Slot] = {}
+        self.cache_lost = False
 
     def execute(self, work: StepWork) -> StepResult:
         self.history.append(work)
@@ -113,6 +114,14 @@ class FakeRunner:
         sampled = {slot: self._sample(self._slots[slot]) for slot in sampling}
         reports = {row.slot: self._report(row) for row in work.prefills if row.prompt_logprobs is not None}
         return StepResult(sampled, reports)
+
+    def recover(self) -> bool:
+        lost, self.cache_lost = self.cache_lost, False
+        if lost:
+            for row in (*self._tables, *self._pages):
+                row[:] = [NEVER_WRITTEN] * len(row)
+            self._slots.clear()
+        return lost
 
     def _check(self, work: StepWork) -> None:
         limits = self.limits

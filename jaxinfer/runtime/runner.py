@@ -289,13 +289,17 @@ def _settings(setups: Sequence[SlotSetup], rows: int) -> sampler.SlotSettings:
         repetition_penalty=column([p.repetition_penalty for p in params], np.float32),
         presence_penalty=column([p.presence_penalty for p in params], np.float32),
         frequency_penalty=column([p.frequency_penalty for p in params], np.float32),
-        top_k=column([max(p.top_k, 0) for p in params], np.int32),
+        top_k=column([min(max(p.top_k, 0), _LARGEST_INT) for p in params], np.int32),
         seed=column([setup.seed for setup in setups], np.uint32),
-        min_tokens=column([p.min_tokens for p in params], np.int32),
+        min_tokens=column([min(p.min_tokens, _LARGEST_INT) for p in params], np.int32),
         sampled=column([len(setup.output_ids) for setup in setups], np.int32),
         edits=column([_edits_logits(setup) for setup in setups], bool),
         logprobs=column([p.logprobs is not None for p in params], bool),
     )
+
+
+_LARGEST_INT = 2**31 - 1
+"""Larger counts mean the same: there is no vocabulary and no context of that size."""
 
 
 def _representable(temperature: float) -> float:

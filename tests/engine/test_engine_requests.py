@@ -66,7 +66,7 @@ def say(pieces, params, *, ids=None):
         ([-1], f"The prompt has token id -1, but the vocabulary has ids 0 to {VOCAB_SIZE - 1}."),
         ([3, "a"], "A prompt's token ids must be integers, not 'a'."),
         (7, "A prompt must be text or a list of token ids, not int."),
-        ({"text": "a"}, "A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not ['text']."),
+        ({"text": "a"}, "A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not 'text'."),
         (
             [3] * 64,
             "The prompt has 64 tokens, but the context holds 64 including at least one new token; shorten the prompt.",

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime import programs as compiled
 from jaxinfer.runtime import sampler
-from jaxinfer.runtime.lanes import sum_of
 from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 from jaxinfer.runtime.programs import Programs, Progress
 from jaxinfer.runtime.state import PrefillBatch, TableUpdates, init_state
@@ -27,11 +25,6 @@ TABLE_UPDATES_PER_CALL = 256
 def update_table(page_table: jax.Array, updates: TableUpdates) -> jax.Array:
     """Page table i32[slots, max_pages] with the updates; donate it."""
     return page_table.at[updates.slots, updates.columns].set(updates.pages, mode="drop")
-
-
-def finite_rows(logits: jax.Array) -> jax.Array:
-    """bool[R]: whether every one of a row's logits f32[R, vocab] is a finite number."""
-    return sum_of((~jnp.isfinite(logits)).astype(jnp.int32)) == 0
 
 
 class Runner:
@@ -55,7 +48,6 @@ class Runner:
         self._update_table = (
             jax.jit(update_table, donate_argnums=0).lower(self.state.page_table, table_updates).compile()
         )
-        self._finite_rows = {rows: self._compile_finite_rows(rows) for rows in self.programs.sample}
 
     def reset(self) -> None:
         """Empty the cache and every slot."""
@@ -82,14 +74,13 @@ class Runner:
         decoded = self._decode(work.decodes, decode_updates) if work.decodes else None
         failed: set[int] = set()
         if work.prefills:
-            choice, finite, hidden = self._prefill(work.prefills, prefill_updates)
+            choice, hidden = self._prefill(work.prefills, prefill_updates)
             prompt_logprobs = self._score(work.prefills, hidden)
             sampled |= self._read(choice, [row.slot if row.sample else None for row in work.prefills])
-            failed |= _false_slots(finite, [row.slot for row in work.prefills])
+            failed |= _false_slots(choice.finite, [row.slot for row in work.prefills])
         if decoded is not None:
-            choice, finite = decoded
-            sampled |= self._read(choice, work.decodes)
-            failed |= _false_slots(finite, work.decodes)
+            sampled |= self._read(decoded, work.decodes)
+            failed |= _false_slots(decoded.finite, work.decodes)
         return StepResult(sampled, prompt_logprobs, frozenset(failed))
 
     def recover(self) -> bool:
@@ -108,7 +99,7 @@ class Runner:
 
     # --- decode and prefill ------------------------------------------------------------------------------------------
 
-    def _decode(self, slots: Sequence[int], updates: Sequence[TableUpdate]) -> tuple[sampler.Sampled, jax.Array]:
+    def _decode(self, slots: Sequence[int], updates: Sequence[TableUpdate]) -> sampler.Sampled:
         rows = self.buckets.decode(len(slots))
         padded = self._padded_slots(slots, rows)
         step = self.programs.decode[rows]
@@ -119,7 +110,7 @@ class Runner:
 
     def _prefill(
         self, prefills: Sequence[PrefillRow], updates: Sequence[TableUpdate]
-    ) -> tuple[sampler.Sampled, jax.Array, jax.Array]:
+    ) -> tuple[sampler.Sampled, jax.Array]:
         counts = [len(row.token_ids) for row in prefills]
         tokens, rows = self.buckets.prefill_for(sum(counts), len(prefills))
         token_ids = np.zeros(tokens, np.int32)
@@ -140,12 +131,11 @@ class Runner:
         logits, hidden, self.state = self.programs.prefill[tokens, rows](self.params, self.state, batch)
         # A row that does not end its prompt is sampled as padding: nothing of it is kept.
         sampling = [row.slot if row.sample else self.limits.max_slots for row in prefills]
-        return *self._sample(logits, self._padded_slots(sampling, rows)), hidden
+        return self._sample(logits, self._padded_slots(sampling, rows)), hidden
 
-    def _sample(self, logits: jax.Array, slots: np.ndarray) -> tuple[sampler.Sampled, jax.Array]:
-        finite = self._finite_rows[len(slots)](logits)
+    def _sample(self, logits: jax.Array, slots: np.ndarray) -> sampler.Sampled:
         choice, self.sampler = self.programs.sample[len(slots)](self.sampler, logits, slots)
-        return choice, finite
+        return choice
 
     def _enter_table(self, updates: Sequence[TableUpdate]) -> None:
         for first in range(0, len(updates), TABLE_UPDATES_PER_CALL):
@@ -203,10 +193,6 @@ class Runner:
             entries = _Entries(self.programs.score(self.params, hidden, np.int32(start), padded))
             scored += [entries.token(skipped + index, count) for index in range(len(some))]
         return scored
-
-    def _compile_finite_rows(self, rows: int) -> compiled.Program:
-        logits = jax.ShapeDtypeStruct((rows, self.limits.vocab_size), jnp.float32)
-        return jax.jit(finite_rows).lower(logits).compile()
 
     # --- slots -------------------------------------------------------------------------------------------------------
 

@@ -65,12 +65,14 @@ class SamplerState:
 class Sampled:
     """One choice per row [R].
 
-    ids: i32. logprobs: f32, natural log of the model's own probability of the token, before penalties and temperature.
+    ids: i32. finite: bool, whether every logit of the row is a finite number.
+    logprobs: f32, natural log of the model's own probability of the token, before penalties and temperature.
     ranks: i32, 1 for the most likely token. top_ids i32[R, 20], top_logprobs f32[R, 20]: the most likely tokens.
-    All but ids are zeros when no row wants log probabilities.
+    All but ids and finite are zeros when no row wants log probabilities.
     """
 
     ids: jax.Array
+    finite: jax.Array
     logprobs: jax.Array
     ranks: jax.Array
     top_ids: jax.Array
@@ -160,7 +162,7 @@ def sample(state: SamplerState, logits: jax.Array, slots: jax.Array) -> tuple[Sa
     draws = settings.temperature > 0
     ids = jax.lax.cond(jnp.any(draws), lambda: jnp.where(draws, _draw(settings, edited), ids), lambda: ids)
     wanted = jnp.any(settings.logprobs & used)
-    sampled = jax.lax.cond(wanted, lambda: report(logits, ids), lambda: _no_report(ids))
+    sampled = jax.lax.cond(wanted, lambda: report(logits, ids), lambda: _no_report(logits, ids))
     new_sampled = state.settings.sampled.at[slots].add(1, mode="drop")
     replaced = {field.name: getattr(state.settings, field.name) for field in fields(SlotSettings)}
     new_state = SamplerState(
@@ -184,6 +186,7 @@ def report(logits: jax.Array, ids: jax.Array) -> Sampled:
     padding = ((0, 0), (0, MAX_LOGPROBS - count))
     return Sampled(
         ids=ids,
+        finite=_finite_rows(logits),
         logprobs=chosen - log_total,
         ranks=ranks,
         top_ids=jnp.pad(top_ids.astype(jnp.int32), padding),
@@ -191,9 +194,15 @@ def report(logits: jax.Array, ids: jax.Array) -> Sampled:
     )
 
 
-def _no_report(ids: jax.Array) -> Sampled:
+def _no_report(logits: jax.Array, ids: jax.Array) -> Sampled:
     zeros, table = jnp.zeros(ids.shape, jnp.float32), (*ids.shape, MAX_LOGPROBS)
-    return Sampled(ids, zeros, jnp.zeros_like(ids), jnp.zeros(table, jnp.int32), jnp.zeros(table, jnp.float32))
+    no_ids, no_logprobs = jnp.zeros(table, jnp.int32), jnp.zeros(table, jnp.float32)
+    return Sampled(ids, _finite_rows(logits), zeros, jnp.zeros_like(ids), no_ids, no_logprobs)
+
+
+def _finite_rows(logits: jax.Array) -> jax.Array:
+    # The largest of magnitudes is NaN or infinite when any is.
+    return jnp.isfinite(max_of(jnp.abs(logits)))
 
 
 def _rows(settings: SlotSettings, slots: jax.Array) -> SlotSettings:

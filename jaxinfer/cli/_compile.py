@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import MODEL_HELP
 from jaxinfer.cli._parser import Parser, positive, positives
+from jaxinfer.cli._plan import read_decoder
 
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxinfer.runtime.aot import BucketReport, compile_report
 
     with native_messages_held(), user_mistakes():
-        config = _config(options)
+        config = read_decoder(options).replace(attention=options.attention)
         limits, buckets = _sizes(config, options)
         printer = _JsonPrinter() if options.json else _TablePrinter(config, limits)
         for report in compile_report(config, limits, buckets, target, options.tp):
@@ -98,26 +98,6 @@ def run(options: argparse.Namespace) -> int:
             else:
                 return printer.verdict(report)
     raise AssertionError("compile_report ends with the report of all")
-
-
-def _config(options: argparse.Namespace) -> DecoderConfig:
-    from checkpoints import DEFAULT_MODEL, open_checkpoint
-    from jaxinfer.models import family_of
-
-    if options.config and options.model:
-        raise UserMistake("Give --model or --config, not both.")
-    if options.config:
-        try:
-            config = json.loads(Path(options.config).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError):
-            raise UserMistake(f"{options.config} is not JSON.") from None
-        if not isinstance(config, dict):
-            raise UserMistake(f"{options.config} holds no JSON object.")
-    else:
-        with open_checkpoint(options.model or DEFAULT_MODEL) as checkpoint:
-            config = checkpoint.config
-    decoder = family_of(config).decoder(config)
-    return decoder.replace(dtype=options.dtype, kv_dtype=options.kv_dtype, attention=options.attention)
 
 
 def _sizes(config: DecoderConfig, options: argparse.Namespace) -> tuple[RunnerLimits, Buckets]:

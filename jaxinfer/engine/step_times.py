@@ -150,7 +150,7 @@ class StepTimer:
         self.config = config
         limits = sizes.limits(config)
         check_memory(config, limits)
-        self.runner = _TimedRunner(config, params, limits, sizes.buckets(limits), on_progress)
+        self.runner = _TimedRunner(config, params, limits, on_progress, sizes.buckets(limits))
         self._fill()
 
     def decode(self, batch: int, context: int, repeats: int) -> list[float]:
@@ -243,27 +243,7 @@ class StepTimer:
 
 
 class _TimedRunner(Runner):
-    """A runner of some batch shapes only, whose steps can also be dispatched without waiting for them."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        params: Params,
-        limits: RunnerLimits,
-        buckets: Buckets,
-        on_progress: Progress | None,
-    ) -> None:
-        self._timed = buckets
-        super().__init__(config, params, limits, on_progress)
-
-    @property
-    def buckets(self) -> Buckets:
-        """The batch shapes that are compiled."""
-        return self._timed
-
-    @buckets.setter
-    def buckets(self, every: Buckets) -> None:
-        """A runner sets all that its limits allow; those that are timed are among them."""
+    """A runner whose steps can also be dispatched without waiting for them."""
 
     def dispatch_decode(self, slots: Sequence[int]) -> Any:
         """What a decode step will sample, not waited for."""

@@ -32,16 +32,22 @@ class Runner:
 
     Building it allocates everything and compiles everything; `execute` allocates and compiles nothing.
 
-    config, params: the model. limits: the sizes. on_progress: told of each compiled program.
+    config, params: the model. limits: the sizes. on_progress: told of each compiled program. buckets: the batch shapes
+    to compile; None for all that the limits allow.
     """
 
     def __init__(
-        self, config: DecoderConfig, params: Params, limits: RunnerLimits, on_progress: Progress | None = None
+        self,
+        config: DecoderConfig,
+        params: Params,
+        limits: RunnerLimits,
+        on_progress: Progress | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         self.config = config
         self.params = params
         self.limits = limits
-        self.buckets: Buckets = buckets_for(limits)
+        self.buckets: Buckets = buckets or buckets_for(limits)
         self.programs: Programs = compiled.compile_programs(config, limits, self.buckets, on_progress)
         self.reset()
         table_updates = compiled.updates_of(TABLE_UPDATES_PER_CALL)

@@ -14,6 +14,7 @@ from checkpoints._named_models import (
 )
 from checkpoints._open import open_checkpoint
 from checkpoints._progress import progress_bar
+from checkpoints._quantized import QuantizedTensor
 from checkpoints._tokenizer import Tokenizer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "NamedModel",
     "Progress",
+    "QuantizedTensor",
     "TensorInfo",
     "Tokenizer",
     "cache_directory",

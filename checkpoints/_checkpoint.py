@@ -10,12 +10,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from checkpoints._errors import CheckpointError
+from checkpoints._quantized import QuantizedTensor
 from checkpoints._tokenizer import Tokenizer
 
 Format = Literal["safetensors", "gguf", "orbax"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What `Checkpoint.read` returns for a tensor, and how the file stores it.
 
@@ -40,6 +41,10 @@ class TensorStore(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, read from the file now."""
+        ...
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """The tensor as integers with scales, or None when it is not stored so."""
         ...
 
     def close(self) -> None:
@@ -86,9 +91,21 @@ class Checkpoint:
         Quantized GGUF tensors come as float32, everything else in the stored dtype (bfloat16 is
         `ml_dtypes.bfloat16`).  The array may be a read-only view of the mapped file, valid until `close`.
         """
+        self._require(name)
+        return self._store.read(name)
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """A matrix as the integers and scales that the file holds; None for a tensor that is stored otherwise.
+
+        GGUF's Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0 are such formats.  Nothing is rounded again: its
+        `dequantized()` is what `read` returns.  Raises `CheckpointError` as `read` does.
+        """
+        self._require(name)
+        return self._store.read_quantized(name)
+
+    def _require(self, name: str) -> None:
         if name not in self.tensors:
             raise CheckpointError(f"{self.source}: the checkpoint has no tensor named {name!r}.")
-        return self._store.read(name)
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, built on the first call; raises `CheckpointError` when there is none."""

@@ -45,6 +45,9 @@ class OrbaxStore:
         with _sentence(self._path):
             return np.asarray(self._checkpointer.restore(self._path, args=arguments)[name])
 
+    def read_quantized(self, name: str) -> None:
+        """None: nothing here is stored as integers with scales."""
+
     def close(self) -> None:
         """Release the checkpointer."""
         self._checkpointer.close()

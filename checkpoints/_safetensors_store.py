@@ -58,6 +58,9 @@ class SafetensorsStore:
         except (safetensors.SafetensorError, KeyError, OSError) as error:
             raise CheckpointError(f"{self._directory}: tensor {name!r} cannot be read ({error}).") from None
 
+    def read_quantized(self, name: str) -> None:
+        """None: nothing here is stored as integers with scales."""
+
     def close(self) -> None:
         """Drop the files; each is unmapped when its last reference goes."""
         self._home = {}

@@ -37,6 +37,8 @@ class TinyGGUF:
     heads: int | list[int] = HEADS
     extra: dict[str, tuple[str, object]] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    # Tensors given as uint8[rows, bytes of a row] and the type of their blocks.
+    blocks: dict[str, tuple[np.ndarray, GGMLQuantizationType]] = field(default_factory=dict)
     template: str | None = TEMPLATE
     add_bos: bool | None = False
 
@@ -75,7 +77,11 @@ class TinyGGUF:
         self._write_tokenizer(writer)
         for key, (method, value) in self.extra.items():
             getattr(writer, method)(key, value)
+        for name, (value, kind) in self.blocks.items():
+            writer.add_tensor(name, value, raw_dtype=kind)
         for name, value in self.weights().items():
+            if name in self.blocks:
+                continue
             if value.ndim == 1 or self.kind == GGMLQuantizationType.F32:
                 writer.add_tensor(name, value)
             else:

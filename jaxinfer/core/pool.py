@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxinfer.core.observer import PoolUsage
+from jaxinfer.core.page_runs import PageRuns
 
 PADDING_PAGE = 0
 
@@ -14,11 +15,18 @@ class BlockPool:
     """Hands out the pages 1 .. num_pages - 1; page 0 takes the writes of padded work and is never handed out.
 
     A page may be held several times (`retain`) and is free again when every holder has released it. A page that was
-    named (`register`) is then kept as cache: it can be found by its name and held again, until `allocate` finds no
-    other page and evicts the one that was released longest ago.
+    named (`register`), or whose tokens were told (`offer`), is then kept as cache: it can be found and held again,
+    until `allocate` finds no other page and evicts the one that was released longest ago.
+
+    Args:
+        num_pages: pages, the padding page included.
+        page_size: positions in a page.
+        on_evict: told of each named page, and its name, that is evicted; its content stays until a round writes to it.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, on_evict: Callable[[int, bytes], None] = lambda page, name: None
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"A pool needs at least 2 pages, one of them for padding, not {num_pages}.")
         if page_size < 1:
@@ -26,11 +34,8 @@ class BlockPool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_evictions = 0
-        self._references = [0] * num_pages
-        self._free = deque(range(1, num_pages))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # named and held by nobody, longest released first
-        self._page_named: dict[bytes, int] = {}
-        self._names: list[bytes | None] = [None] * num_pages
+        self._on_evict = on_evict
+        self.reset()
 
     @property
     def usable_pages(self) -> int:
@@ -84,10 +89,10 @@ class BlockPool:
                 raise RuntimeError(f"Page {page} was released more often than it was held.")
             self._references[page] -= 1
             if self._references[page] == 0:
-                if self._names[page] is None:
-                    self._free.append(page)
-                else:
+                if self._is_findable(page):
                     self._cached[page] = None
+                else:
+                    self._free.append(page)
 
     def register(self, page: int, name: bytes) -> None:
         """Let a held page, which must not change from now on, be found by its name.
@@ -110,20 +115,33 @@ class BlockPool:
             found.append(page)
         return found
 
+    def offer(self, page: int, parent: bytes, token_ids: Sequence[int]) -> None:
+        """Let the first positions of a held page, which hold these tokens after the page named `parent` and must not
+        change from now on, be found and copied. Nothing is offered that another page offers already."""
+        if self._references[page] < 1:
+            raise RuntimeError(f"Page {page} is free and has nothing to offer.")
+        self._runs.add(page, parent, token_ids)
+
+    def longest_run(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
+        """(page, count): the page that holds most of these tokens after the page named `parent`; count is 0 if none
+        does. It is not held yet, and only to be copied: others may write its later positions."""
+        return self._runs.longest(parent, token_ids)
+
     def forget(self, pages: Iterable[int]) -> None:
-        """Take the names of held pages away: nobody new shall find them."""
+        """Take what held pages can be found by away: nobody new shall find them."""
         for page in pages:
             if self._references[page] < 1:
                 raise RuntimeError(f"Page {page} is not held and cannot lose its name.")
-            self._unname(page)
+            self._hide(page)
 
     def reset(self) -> None:
         """Take every page back from its holders and forget all names: what the pages held is of no use any more."""
         self._references = [0] * self.num_pages
         self._free = deque(range(1, self.num_pages))
-        self._cached = OrderedDict()
-        self._page_named = {}
-        self._names = [None] * self.num_pages
+        self._cached: OrderedDict[int, None] = OrderedDict()  # findable and held by nobody, longest released first
+        self._page_named: dict[bytes, int] = {}
+        self._names: list[bytes | None] = [None] * self.num_pages
+        self._runs = PageRuns()
 
     def check_integrity(self) -> None:
         """RuntimeError unless every page but the padding page is once free, cached or held, and every name is right."""
@@ -139,18 +157,26 @@ class BlockPool:
             name = self._names[page]
             if name is not None and self._page_named.get(name) != page:
                 raise RuntimeError(f"Page {page} cannot be found by its name.")
-            if self._references[page] == 0 and (name is None) == (page in self._cached):
+            if self._references[page] == 0 and self._is_findable(page) != (page in self._cached):
                 raise RuntimeError(f"Page {page} is kept as cache without a name, or free with one.")
         if len(self._page_named) != sum(name is not None for name in self._names):
             raise RuntimeError("A name leads to a page that does not have it.")
+        self._runs.check_integrity()
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        self._unname(page)
+        name = self._names[page]
+        if name is not None:
+            self._on_evict(page, name)
+        self._hide(page)
         self.num_evictions += 1
         return page
 
-    def _unname(self, page: int) -> None:
+    def _is_findable(self, page: int) -> bool:
+        return self._names[page] is not None or page in self._runs
+
+    def _hide(self, page: int) -> None:
+        self._runs.discard(page)
         name = self._names[page]
         if name is not None:
             del self._page_named[name]

@@ -17,6 +17,27 @@ class TableUpdate(NamedTuple):
     page_id: int
 
 
+class PageCopy(NamedTuple):
+    """Page `target` becomes a copy of page `source`."""
+
+    source: int
+    target: int
+
+
+class PageOut(NamedTuple):
+    """The content of page `page` moves to slot `host_slot` of host memory."""
+
+    page: int
+    host_slot: int
+
+
+class PageIn(NamedTuple):
+    """Page `page` gets the content of slot `host_slot` of host memory."""
+
+    host_slot: int
+    page: int
+
+
 @dataclass(frozen=True, slots=True)
 class SlotSetup:
     """A sequence enters a slot: everything the sampler must know about it, replacing what the slot held before.
@@ -63,19 +84,26 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One round. The device applies table updates and slot setups, then decodes, then prefills, then samples both.
+    """One round. The device moves pages out, in, and copies them, applies table updates and slot setups, then decodes,
+    then prefills, then samples both.
 
     Attributes:
         table_updates: new page table entries; an entry never changes while its sequence keeps the slot.
         slot_setups: sequences that entered a slot in this round.
         prefills: rows to compute, at most one per slot.
         decodes: slots that feed the token sampled last (kept on the device) at the next position and sample one more.
+        page_outs: pages to be kept in host memory as they were before the round.
+        page_ins: pages that come back from there.
+        page_copies: pages copied after that, all at once; no page is both a source and a target.
     """
 
     table_updates: tuple[TableUpdate, ...] = ()
     slot_setups: tuple[SlotSetup, ...] = ()
     prefills: tuple[PrefillRow, ...] = ()
     decodes: tuple[int, ...] = ()
+    page_outs: tuple[PageOut, ...] = ()
+    page_ins: tuple[PageIn, ...] = ()
+    page_copies: tuple[PageCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,9 @@ class RunnerLimits:
     max_batched_tokens: prompt tokens of one prefill, and the token budget of one round.
     max_prefill_rows: sequences of one prefill.
     vocab_size: of the model.
+    window: positions that any layer of the model sees, if all its layers see only so many: pages that lie behind are
+        given up while a sequence runs. None keeps all pages.
+    host_pages: pages that host memory keeps for the pool to get back.
     Raises ValueError, one sentence, when they contradict each other.
     """
 
@@ -27,10 +30,14 @@ class RunnerLimits:
     max_batched_tokens: int
     max_prefill_rows: int
     vocab_size: int
+    window: int | None = None
+    host_pages: int = 0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
+            if (name == "window" and value is None) or (name == "host_pages" and value == 0):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}.")
         if self.page_size % 8:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
+from jaxinfer.runtime.page_moves import PAGES_PER_CALL, copy_pages, gather_pages, scatter_pages
 from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates, init_state
 from jaxinfer.runtime.steps import Params, decode_step, logits_of, prefill_hidden, prefill_logits
 
@@ -29,7 +30,8 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled programs. decode: by rows; prefill: by (tokens, rows); sample: by rows."""
+    """Compiled programs. decode: by rows; prefill: by (tokens, rows); sample: by rows; gather_pages and scatter_pages:
+    None without host memory for pages."""
 
     decode: dict[int, Program]
     prefill: dict[tuple[int, int], Program]
@@ -37,6 +39,9 @@ class Programs:
     setup_slots: Program
     add_token_facts: Program
     score: Program
+    copy_pages: Program
+    gather_pages: Program | None
+    scatter_pages: Program | None
 
 
 def compile_programs(
@@ -66,6 +71,9 @@ def compile_programs(
         setup_slots=compiled["setup_slots", None],
         add_token_facts=compiled["add_token_facts", None],
         score=compiled["score", None],
+        copy_pages=compiled["copy_pages", None],
+        gather_pages=compiled.get(("gather_pages", None)),
+        scatter_pages=compiled.get(("scatter_pages", None)),
     )
 
 
@@ -171,6 +179,16 @@ def _tasks(config: DecoderConfig, limits: RunnerLimits, buckets: Buckets) -> Ite
     scoring = jax.jit(score, static_argnums=0)
     arguments = (params, hidden, integers(), integers(SCORED_PER_CALL))
     yield ("score", None), 1, _lowering(scoring, config, *arguments)
+    yield from _page_tasks(state.kv, limits.host_pages > 0)
+
+
+def _page_tasks(kv: Any, with_host: bool) -> Iterator[_Task]:
+    pages = integers(PAGES_PER_CALL)
+    yield ("copy_pages", None), 0, _lowering(jax.jit(copy_pages, donate_argnums=0), kv, pages, pages)
+    if with_host:
+        blocks = jax.eval_shape(gather_pages, kv, pages)
+        yield ("gather_pages", None), 0, _lowering(jax.jit(gather_pages), kv, pages)
+        yield ("scatter_pages", None), 0, _lowering(jax.jit(scatter_pages, donate_argnums=0), kv, blocks, pages)
 
 
 def _lowering(function: Any, *arguments: Any) -> Callable[[], Any]:

@@ -27,7 +27,8 @@ def open_gguf(path: Path, source: str) -> Checkpoint:
     arch = architecture(header.metadata.get("general.architecture"), source)
     config = gguf_config(header, arch, _rope_factors(data, header, source), source)
     generation_config = gguf_generation_config(header, config)
-    heads = (config["num_attention_heads"], config["num_key_value_heads"])
+    # Only architectures with permuted rows look at them, and these have both.
+    heads = (config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1))
     return Checkpoint(
         source=source,
         format="gguf",

@@ -56,18 +56,28 @@ def _declared(keys: RopeKeys, context: int) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
     if kind != "yarn":
         return None
-    factor = keys.number("rope.scaling.factor")
     result: dict[str, Any] = {
         "rope_type": "yarn",
-        "factor": factor,
+        "factor": keys.number("rope.scaling.factor"),
         "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length", context),
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
     }
+    return result | _magnitude(keys, result["factor"])
+
+
+def _magnitude(keys: RopeKeys, factor: float) -> dict[str, float]:
+    """What YaRN multiplies sines and cosines by, where it is not what follows from the factor."""
+    if keys.has("rope.scaling.yarn_log_multiplier"):
+        # The converter writes a tenth of mscale_all_dim; every published model's mscale is the same number.
+        mscale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
+        return {"mscale": mscale, "mscale_all_dim": mscale}
+    if keys.has("rope.scaling.yarn_attn_factor"):
+        return {"attention_factor": keys.number("rope.scaling.yarn_attn_factor")}
     if keys.has("rope.scaling.attn_factor") and factor > 0:
-        magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-        result["attention_factor"] = keys.number("rope.scaling.attn_factor") * magnitude
-    return result
+        usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        return {"attention_factor": keys.number("rope.scaling.attn_factor") * usual}
+    return {}
 
 
 def _longrope(long: np.ndarray, short: np.ndarray, context: int) -> dict[str, Any]:

@@ -102,6 +102,47 @@ def test_the_last_page_moved_to_a_slot_is_the_one_that_comes_back():
     assert_pool(kv, expected)
 
 
+class Slow:
+    """An array that has not arrived on the host until somebody waits for it."""
+
+    def __init__(self, value):
+        self.value, self.ready, self.began = value, False, False
+
+    def copy_to_host_async(self):
+        self.began = True
+
+    def is_ready(self):
+        return self.ready
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.began
+        self.ready = True
+        return self.value
+
+
+def test_pages_on_their_way_are_waited_for_only_when_needed_and_in_order():
+    kv, _ = pool("float32")
+    host = HostPages(kv, 8)
+    shape = (PAGES_PER_CALL, LAYERS, HEADS, SIZE, WIDTH)
+    sent = [Slow(np.full(shape, number, np.float32)) for number in range(TRANSFERS_IN_FLIGHT + 4)]
+    for number in range(TRANSFERS_IN_FLIGHT):
+        host.receive((sent[number],), [number % 3])
+    assert not any(block.ready for block in sent)
+    assert host.read([7])[0].max() == 0  # nothing goes there
+    assert not any(block.ready for block in sent)
+    assert host.read([1])[0][0].min() == 1  # sent second: the first is taken in too, the others not waited for
+    assert [block.ready for block in sent[:3]] == [True, True, False]
+    for number in range(TRANSFERS_IN_FLIGHT, TRANSFERS_IN_FLIGHT + 4):
+        host.receive((sent[number],), [number % 3])
+    assert [block.ready for block in sent] == [True] * 4 + [False] * TRANSFERS_IN_FLIGHT
+    last = len(sent) - 1
+    found = host.read([last % 3, (last - 1) % 3, (last - 2) % 3])[0]
+    assert [found[row].min() for row in range(3)] == [last, last - 1, last - 2]
+    host.receive((Slow(np.full(shape, 99, np.float32)),), [5])
+    host.forget_arriving()
+    assert host.read([5])[0].max() == 0
+
+
 def test_host_memory_is_reserved_once_and_has_the_size_of_its_pages():
     kv, _ = pool("int8")
     host = HostPages(kv, 10)

@@ -117,6 +117,8 @@ def unsupported_attention(q: Any, pages: KVPages, spec: AttentionSpec) -> str | 
     here = unsupported_here()
     if here is not None:
         return here
+    if spec.values_in_keys:
+        return "The Mosaic GPU kernels read keys and values from lanes of their own, but here values lie in keys."
     q_dtype, page_dtype = jnp.dtype(q.dtype), jnp.dtype(pages.data.dtype)
     v_dim = spec.value_width(pages.width)
     k_dim = pages.width - v_dim

@@ -39,7 +39,7 @@ def pad_table(page_table: jax.Array, pages_per_block: int) -> jax.Array:
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_block)))
 
 
-def gather_block(pages: KVPages, page_ids: jax.Array, v_dim: int) -> tuple[jax.Array, jax.Array]:
+def gather_block(pages: KVPages, page_ids: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """Keys f32[B, kv_heads, positions, k_dim] and values f32[.., v_dim] of the pages i32[B, n], one after the other.
 
     Unused rows of a page may hold NaN. A score is replaced where its position is invisible, so keys do no harm; values
@@ -52,8 +52,7 @@ def gather_block(pages: KVPages, page_ids: jax.Array, v_dim: int) -> tuple[jax.A
     flat = pages.data.reshape(pages.num_pages * pages.kv_heads, pages.page_size * pages.width)
     rows = flat.at[flat_ids].get(mode="promise_in_bounds")
     rows = rows.reshape(batch, pages.kv_heads, -1, pages.width)
-    k_dim = pages.width - v_dim
-    k, v = rows[..., :k_dim].astype(jnp.float32), rows[..., k_dim:].astype(jnp.float32)
+    k, v = (part.astype(jnp.float32) for part in spec.split_rows(rows))
     if pages.scales is None:
         return k, v
     scales = pages.scales[page_ids].transpose(2, 0, 3, 1, 4)  # [2, B, kv_heads, n, page_size]

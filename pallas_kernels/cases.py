@@ -22,6 +22,7 @@ class AttentionCase:
     lengths: visible positions of each sequence after this call, 0 for an empty row.
     chunks: query tokens of each sequence in a prefill call; None for decode, where each sequence has one.
     dtype: of queries and of new keys and values. page_dtype: of the pool, None for `dtype`.
+    latent_values: features of a value, which are the first of its key's head_dim; None for values of their own.
     write: whether the call writes the new keys and values; False means that they are in the pages already.
     padding: flat tokens past the last chunk (prefill).
     max_context: columns of the page table times page size, 0 for just what the longest sequence needs.
@@ -37,6 +38,7 @@ class AttentionCase:
     page_size: int = 16
     dtype: str = "float32"
     page_dtype: str | None = None
+    latent_values: int | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -60,7 +62,13 @@ class AttentionCase:
     def spec(self) -> AttentionSpec:
         """The static options of the call."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return AttentionSpec(scale, window=self.window, softcap=self.softcap)
+        latent = self.latent_values
+        return AttentionSpec(scale, latent, self.window, self.softcap, values_in_keys=latent is not None)
+
+    @property
+    def row_width(self) -> int:
+        """Features of a page row."""
+        return self.head_dim * (2 if self.latent_values is None else 1)
 
     @property
     def pool_dtype(self) -> np.dtype:
@@ -124,13 +132,13 @@ def abstract_arguments(case: AttentionCase, sharding: jax.sharding.Sharding | No
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     dtype, rows = dtype_of(case.dtype), len(case.lengths)
-    pool = (case.num_pages, case.kv_heads, case.page_size, 2 * case.head_dim)
+    pool = (case.num_pages, case.kv_heads, case.page_size, case.row_width)
     scales = (case.num_pages, 2, case.kv_heads, case.page_size)
     new = array((case.tokens, case.kv_heads, case.head_dim), dtype) if case.write else None
     return AttentionArguments(
         q=array((case.tokens, case.q_heads, case.head_dim), dtype),
         k=new,
-        v=new,
+        v=new if case.latent_values is None else None,
         pages=KVPages(
             array(pool, case.pool_dtype),  # pyright: ignore[reportArgumentType]  # a shape stands in for the array
             array(scales, np.float32) if is_quantized(case.pool_dtype) else None,  # pyright: ignore[reportArgumentType]
@@ -163,7 +171,8 @@ def build_arguments(case: AttentionCase, seed: int = 0) -> AttentionArguments:
             offsets.append(position % case.page_size)
     if written:
         old = np.stack(written).astype(dtype)
-        pool = kv_write_oracle.kv_write(old[:, 0], old[:, 1], pool, np.array(ids), np.array(offsets))
+        values = old[:, 1] if case.latent_values is None else None
+        pool = kv_write_oracle.kv_write(old[:, 0], values, pool, np.array(ids), np.array(offsets))
     starts = None
     if case.chunks is not None:
         starts = np.cumsum([0, *case.chunks]).astype(np.int32)
@@ -176,7 +185,7 @@ def build_arguments(case: AttentionCase, seed: int = 0) -> AttentionArguments:
     return AttentionArguments(
         q=q.astype(dtype),
         k=k.astype(dtype) if case.write else None,
-        v=v.astype(dtype) if case.write else None,
+        v=v.astype(dtype) if case.write and case.latent_values is None else None,
         pages=pool,
         page_table=pages_of,
         query_starts=starts,
@@ -197,7 +206,7 @@ def _deal_pages(case: AttentionCase, random: np.random.Generator) -> np.ndarray:
 
 def _poisoned_pool(case: AttentionCase) -> KVPages:
     """A pool in which any position read without being written shows in the result."""
-    data_shape = (case.num_pages, case.kv_heads, case.page_size, 2 * case.head_dim)
+    data_shape = (case.num_pages, case.kv_heads, case.page_size, case.row_width)
     poison = 127 if case.pool_dtype == np.int8 else np.nan
     data = np.full(data_shape, poison, np.float32).astype(case.pool_dtype)
     scales = None

@@ -71,10 +71,12 @@ class Features:
     Keys of a multiple of 128 features, and values too, are sliced on lane tiles. Otherwise slicing would shift lanes in
     every row of the cache; instead queries are padded with zeros to the whole row, so that the row serves as key as it
     is, and the sum runs over the whole row, of which the values' lanes are kept at the end.
+    shared: values are the first lanes of the keys.
     """
 
     k_dim: int
     v_dim: int
+    shared: bool = False
 
     @property
     def sliced(self) -> bool:
@@ -84,7 +86,12 @@ class Features:
     @property
     def width(self) -> int:
         """Features of a page row."""
-        return self.k_dim + self.v_dim
+        return self.k_dim if self.shared else self.k_dim + self.v_dim
+
+    @property
+    def value_start(self) -> int:
+        """First feature of the value in a page row."""
+        return 0 if self.shared else self.k_dim
 
     @property
     def key_width(self) -> int:
@@ -94,7 +101,7 @@ class Features:
     @property
     def sum_start(self) -> int:
         """First feature of the row that is summed up."""
-        return self.k_dim if self.sliced else 0
+        return self.value_start if self.sliced else 0
 
     @property
     def sum_width(self) -> int:
@@ -104,13 +111,12 @@ class Features:
     @property
     def kept(self) -> slice:
         """Of the summed features, those of the values."""
-        return slice(None) if self.sliced else slice(self.k_dim, self.width)
+        return slice(None) if self.sliced else slice(self.value_start, self.value_start + self.v_dim)
 
 
 def features_of(spec: AttentionSpec, width: int) -> Features:
     """The feature layout of rows of this width."""
-    v_dim = spec.value_width(width)
-    return Features(width - v_dim, v_dim)
+    return Features(spec.key_width(width), spec.value_width(width), spec.values_in_keys)
 
 
 def compute_dtype(q_dtype: Any, page_dtype: Any) -> Any:
@@ -199,8 +205,16 @@ def pool_arrays(pages: KVPages) -> list[jax.Array]:
     return [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
 
 
-def join_rows(k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array | None]:
-    """New keys and values [T, Hkv, .] as page rows [T, Hkv, width] in the pages' type, with scales f32[T, 2, Hkv]."""
+def join_rows(k: jax.Array, v: jax.Array | None, pages: KVPages) -> tuple[jax.Array, jax.Array | None]:
+    """New keys and values [T, Hkv, .] as page rows [T, Hkv, width] in the pages' type, with scales f32[T, 2, Hkv].
+
+    v is None where values lie in keys.
+    """
+    if v is None:
+        if pages.scales is None:
+            return k.astype(pages.data.dtype), None
+        rows, scales = quantize_rows(k, pages.data.dtype)
+        return rows, jnp.stack([scales, scales], axis=1)
     if pages.scales is None:
         return jnp.concatenate([k, v], axis=-1).astype(pages.data.dtype), None
     (keys, key_scales), (values, value_scales) = (quantize_rows(x, pages.data.dtype) for x in (k, v))

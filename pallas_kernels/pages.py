@@ -18,6 +18,7 @@ class KVPages:
     """The KV pages of one layer, a pytree.
 
     data: [num_pages, kv_heads, page_size, k_dim + v_dim]; a token's key in [..., :k_dim], its value in [..., k_dim:].
+    Where values lie in keys (`AttentionSpec.values_in_keys`) a row is the key alone, and both scales are the key's.
     scales: f32[num_pages, 2, kv_heads, page_size] for int8 and float8_e4m3fn data (index 0 of axis 1 scales keys, 1
     values: x ~= data * scale), None otherwise.
     Page 0 is the padding page: no sequence owns it, padded work may write it, and its content, which may be NaN, never
@@ -44,7 +45,7 @@ class KVPages:
 
     @property
     def width(self) -> int:
-        """Features of a row: k_dim + v_dim."""
+        """Features of a row: k_dim + v_dim, or k_dim where values lie in keys."""
         return self.data.shape[3]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from pallas_kernels.pages import QUANTIZED_MAX, KVPages
 
 
-def kv_write(k: np.ndarray, v: np.ndarray, pages: KVPages, page_ids: np.ndarray, offsets: np.ndarray) -> KVPages:
+def kv_write(k: np.ndarray, v: np.ndarray | None, pages: KVPages, page_ids: np.ndarray, offsets: np.ndarray) -> KVPages:
     """Reference of `kv_write`; numpy in and out, the given pool is left as it was. Padding (page 0) is not written."""
     data = np.array(pages.data)
     scales = None if pages.scales is None else np.array(pages.scales)
@@ -16,11 +16,15 @@ def kv_write(k: np.ndarray, v: np.ndarray, pages: KVPages, page_ids: np.ndarray,
     for token, (page, offset) in enumerate(zip(page_ids, offsets, strict=True)):
         if page == 0:
             continue
-        key, value = np.asarray(k[token], np.float32), np.asarray(v[token], np.float32)
+        key = np.asarray(k[token], np.float32)
         if scales is not None:
-            key, scales[page, 0, :, offset] = quantize(key, data.dtype)
-            value, scales[page, 1, :, offset] = quantize(value, data.dtype)
+            key, scales[page, :, :, offset] = quantize(key, data.dtype)
         data[page, :, offset, :k_dim] = key.astype(data.dtype)
+        if v is None:
+            continue
+        value = np.asarray(v[token], np.float32)
+        if scales is not None:
+            value, scales[page, 1, :, offset] = quantize(value, data.dtype)
         data[page, :, offset, k_dim:] = value.astype(data.dtype)
     return KVPages(data, scales)  # pyright: ignore[reportArgumentType]  # numpy arrays stand in for device arrays
 

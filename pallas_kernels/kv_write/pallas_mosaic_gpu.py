@@ -33,6 +33,8 @@ def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> 
     here = unsupported_here()
     if here is not None:
         return here
+    if v is None:
+        return "The Mosaic GPU kernel writes keys and values side by side, but here values lie in keys."
     item = jnp.dtype(pages.data.dtype).itemsize
     for name, rows in (("key", k), ("value", v)):
         dim = rows.shape[-1]

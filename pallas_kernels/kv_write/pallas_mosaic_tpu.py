@@ -47,7 +47,7 @@ def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> 
     return None
 
 
-def kv_write(k: jax.Array, v: jax.Array, pages: KVPages, page_ids: jax.Array, offsets: jax.Array) -> KVPages:
+def kv_write(k: jax.Array, v: jax.Array | None, pages: KVPages, page_ids: jax.Array, offsets: jax.Array) -> KVPages:
     """`kv_write` as a Mosaic TPU kernel; shapes as in the public operation.
 
     Consecutive tokens in consecutive positions are written together, as a run, up to a group of rows. Lone tokens are

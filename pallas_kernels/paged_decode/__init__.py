@@ -27,7 +27,7 @@ def paged_decode(
 
     q: [B, heads, k_dim]. Query head h reads key/value head h // (heads // kv_heads).
     k: [B, kv_heads, k_dim], v: [B, kv_heads, v_dim], stored at position lengths - 1; both None when they are in the
-    pages already, which then come back untouched.
+    pages already, which then come back untouched. v is None with `spec.values_in_keys`.
     page_table: i32[B, max_pages], the page of positions column * page_size ..; unused entries are 0.
     lengths: i32[B], visible positions including the new one; 0 marks an empty row, whose output is 0.
     sinks: f32[heads] or None: logits that only add to each head's softmax denominator.

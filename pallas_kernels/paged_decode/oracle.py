@@ -22,7 +22,7 @@ def paged_decode(
 ) -> tuple[np.ndarray, KVPages]:
     """Reference of `paged_decode`; numpy in, (f32[B, H, v_dim], pages) out. Reads visible positions only."""
     batch, q_heads, _ = q.shape
-    if k is not None and v is not None:
+    if k is not None:
         last = np.maximum(lengths - 1, 0)
         page_ids = np.where(lengths > 0, page_table[np.arange(batch), last // pages.page_size], 0)
         pages = kv_write_oracle.kv_write(k, v, pages, page_ids, last % pages.page_size)
@@ -62,12 +62,11 @@ def read_positions(
     pages: KVPages, page_row: np.ndarray, positions: range, spec: AttentionSpec
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys f32[n, Hkv, k_dim] and values f32[n, Hkv, v_dim] at these positions, found through the page table."""
-    k_dim = pages.width - spec.value_width(pages.width)
     keys, values = [], []
     for position in positions:
         page, offset = page_row[position // pages.page_size], position % pages.page_size
         row = np.asarray(pages.data[page, :, offset], np.float32)
-        key, value = row[:, :k_dim], row[:, k_dim:]
+        key, value = spec.split_rows(row)
         if pages.scales is not None:
             key = key * np.asarray(pages.scales[page, 0, :, offset])[:, None]
             value = value * np.asarray(pages.scales[page, 1, :, offset])[:, None]

@@ -68,7 +68,7 @@ def paged_decode(
     inputs: list[jax.Array] = [grouped]
     if sinks is not None:
         inputs.append(mosaic_tpu.sink_rows(sinks, plan.kv_heads, 1, plan.rows))
-    if k is not None and v is not None:
+    if k is not None:
         rows, row_scales = mosaic_tpu.join_rows(k, v, pages)
         inputs.append(rows)
         if row_scales is not None:

@@ -32,6 +32,10 @@ CASES = (
     Case("fp8_bf16", lengths=(1, 33, 70), page_size=64, dtype="bfloat16", page_dtype="float8_e4m3fn"),
     Case("read_only", lengths=(3, 0, 50), write=False),
     Case("read_only_int8", lengths=(3, 40), page_size=32, write=False, page_dtype="int8"),
+    Case("latent", lengths=(1, 0, 16, 17, 70), q_heads=8, kv_heads=1, head_dim=128, latent_values=96),
+    Case("latent_bf16", lengths=(3, 50), q_heads=16, kv_heads=1, head_dim=640, latent_values=512, dtype="bfloat16"),
+    Case("latent_int8", lengths=(1, 33), kv_heads=1, head_dim=128, latent_values=64, page_size=32, page_dtype="int8"),
+    Case("latent_read_only", lengths=(3, 40), kv_heads=1, head_dim=128, latent_values=128, write=False),
     Case("all_empty", lengths=(0, 0)),
     Case("wide_table", lengths=(5, 40), max_context=1024),
     Case(
@@ -49,6 +53,17 @@ CASES = (
     Case("many", lengths=tuple((37 * i) % 61 for i in range(24)), slow=True),
     Case("long", lengths=(1500, 2048), head_dim=128, q_heads=8, dtype="bfloat16", page_size=64, slow=True),
     Case("long_window", lengths=(1500, 2048), window=700, page_size=64, slow=True),
+    Case(
+        "deepseek_v3",
+        lengths=(700, 1024),
+        q_heads=128,
+        kv_heads=1,
+        head_dim=640,
+        latent_values=512,
+        page_size=64,
+        dtype="bfloat16",
+        slow=True,
+    ),
     Case("long_int8", lengths=(1500, 2048), page_dtype="int8", page_size=64, slow=True),
 )
 

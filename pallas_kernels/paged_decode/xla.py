@@ -23,7 +23,7 @@ def paged_decode(
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """See `pallas_kernels.paged_decode.paged_decode`."""
-    if k is not None and v is not None:
+    if k is not None:
         positions = jnp.maximum(lengths - 1, 0)
         columns = (positions // pages.page_size)[:, None]
         page_ids = jnp.where(lengths > 0, jnp.take_along_axis(page_table, columns, axis=1)[:, 0], 0)
@@ -77,7 +77,7 @@ def _add_border_pages(
     positions = columns[:, :, None] * size + jnp.arange(size)
     visible = (positions >= begins[:, None, None]) & (positions < lengths[:, None, None]) & wanted[:, :, None]
     visible = visible.reshape(lengths.shape[0], -1)
-    k, v = attention.gather_block(pages, page_ids, spec.value_width(pages.width))
+    k, v = attention.gather_block(pages, page_ids, spec)
     v = jnp.where(visible[:, None, :, None], v, 0)
     return attention.add_block(partial, queries, k, v, visible[:, None, None], spec.softcap)
 
@@ -103,7 +103,7 @@ def _add_whole_pages(
         columns = index * per_block + jnp.arange(per_block)
         whole = (columns >= first[:, None]) & (columns < end[:, None])
         page_ids = jax.lax.dynamic_slice(table, (0, index * per_block), whole.shape)
-        k, v = attention.gather_block(pages, jnp.where(whole, page_ids, stand_in), spec.value_width(pages.width))
+        k, v = attention.gather_block(pages, jnp.where(whole, page_ids, stand_in), spec)
         visible = jnp.repeat(whole, pages.page_size, axis=1)
         return attention.add_block(looped, queries, k, v, visible[:, None, None], spec.softcap)
 

@@ -30,7 +30,8 @@ def paged_prefill(
     of T; tokens from query_starts[N] on are padding and get 0.
 
     q: [T, heads, k_dim]. Query head h reads key/value head h // (heads // kv_heads).
-    k: [T, kv_heads, k_dim], v: [T, kv_heads, v_dim]; both None when they are in the pages already.
+    k: [T, kv_heads, k_dim], v: [T, kv_heads, v_dim]; both None when they are in the pages already. v is None with
+    `spec.values_in_keys`.
     page_table: i32[N, max_pages], the page of positions column * page_size ..; unused entries are 0.
     query_starts: i32[N + 1], rising. lengths: i32[N], positions of each row after this call, so its token j stands at
     position lengths - count + j.

@@ -25,7 +25,7 @@ def paged_prefill(
     """Reference of `paged_prefill`; numpy in, (f32[T, H, v_dim], pages) out. Reads visible positions only."""
     tokens, q_heads, _ = q.shape
     rows, positions = token_positions(tokens, query_starts, lengths)
-    if k is not None and v is not None:
+    if k is not None:
         at = np.maximum(positions, 0)
         page_ids = np.where(positions >= 0, page_table[rows, at // pages.page_size], 0)
         pages = kv_write_oracle.kv_write(k, v, pages, page_ids, at % pages.page_size)

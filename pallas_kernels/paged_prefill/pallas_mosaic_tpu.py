@@ -71,7 +71,7 @@ def paged_prefill(
     queries that holds several sequences is computed once for each of them, so that chunks far shorter than a tile cost
     more arithmetic than they need. What padding costs is told at `paged_decode`.
     """
-    if k is not None and v is not None:
+    if k is not None:
         page_ids, offsets = _destinations(q.shape[0], pages.page_size, page_table, query_starts, lengths)
         pages = kv_write_tpu.kv_write(k, v, pages, page_ids, offsets)
     plan = _plan(q, pages, page_table, spec, sinks)

@@ -30,6 +30,29 @@ CASES = (
     Case("int8_page_16", lengths=(33, 20), chunks=(33, 5), page_dtype="int8"),
     Case("fp8_bf16", lengths=(33, 40), chunks=(33, 9), page_size=64, dtype="bfloat16", page_dtype="float8_e4m3fn"),
     Case("read_only", lengths=(20, 31), chunks=(20, 3), write=False),
+    Case(
+        "latent",
+        lengths=(7, 0, 40),
+        chunks=(7, 0, 20),
+        q_heads=8,
+        kv_heads=1,
+        head_dim=128,
+        latent_values=96,
+        padding=3,
+    ),
+    Case(
+        "latent_bf16", lengths=(20, 31), chunks=(20, 3), kv_heads=1, head_dim=640, latent_values=512, dtype="bfloat16"
+    ),
+    Case(
+        "latent_int8",
+        lengths=(33, 40),
+        chunks=(33, 9),
+        kv_heads=1,
+        head_dim=128,
+        latent_values=64,
+        page_size=32,
+        page_dtype="int8",
+    ),
     Case("all_empty", lengths=(0, 0), chunks=(0, 0), padding=4),
     Case(
         "everything",
@@ -43,6 +66,18 @@ CASES = (
         sinks=True,
         scale=0.2,
         padding=2,
+    ),
+    Case(
+        "deepseek_v3",
+        lengths=(200, 140),
+        chunks=(100, 12),
+        q_heads=128,
+        kv_heads=1,
+        head_dim=640,
+        latent_values=512,
+        page_size=64,
+        dtype="bfloat16",
+        slow=True,
     ),
     Case(
         "many",

@@ -31,7 +31,7 @@ def paged_prefill(
 ) -> tuple[jax.Array, KVPages]:
     """See `pallas_kernels.paged_prefill.paged_prefill`."""
     tokens = q.shape[0]
-    if k is not None and v is not None:
+    if k is not None:
         rows, positions = token_positions(tokens, query_starts, lengths)
         page_ids = page_table[rows, jnp.minimum(positions // pages.page_size, page_table.shape[1] - 1)]
         page_ids = jnp.where(jnp.arange(tokens) < query_starts[-1], page_ids, 0)
@@ -92,7 +92,7 @@ def _attend_block(
 ) -> jax.Array:
     """Attention f32[query_block, heads, v_dim] of consecutive queries of one row; those past `length` mean nothing."""
     count, heads, k_dim = queries.shape
-    v_dim = pages.width - k_dim
+    v_dim = spec.value_width(pages.width)
     group = heads // pages.kv_heads
     by_head = queries.reshape(count, pages.kv_heads, group, k_dim).transpose(1, 2, 0, 3)
     by_head = by_head.reshape(1, pages.kv_heads, group * count, k_dim)
@@ -105,7 +105,7 @@ def _attend_block(
         page_ids = jax.lax.dynamic_slice(table_row, (index * per_block,), (per_block,))[None]
         positions = index * block + jnp.arange(block)
         seen_by_any = (positions < length) & (positions >= begins[0])
-        k, v = attention.gather_block(pages, page_ids, v_dim)
+        k, v = attention.gather_block(pages, page_ids, spec)
         v = jnp.where(seen_by_any[:, None], v, 0)
         visible = (positions[None] <= query_positions[:, None]) & (positions[None] >= begins[:, None])
         visible = visible & seen_by_any[None]

@@ -91,7 +91,7 @@ def test_decode_compiles_for_h100(h100, case):
     arguments = abstract_arguments(case, h100)
     reason = decode_gpu.unsupported(*arguments.positional(case.spec), sinks=arguments.sinks)
     if reason is not None:
-        assert case.name == "int8_page_16", reason
+        assert case.name == "int8_page_16" or case.latent_values is not None, reason
         return
 
     def step(q, k, v, pages, table, lengths, sinks):
@@ -107,7 +107,7 @@ def test_prefill_compiles_for_h100(h100, case):
     arguments = abstract_arguments(case, h100)
     reason = prefill_gpu.unsupported(*arguments.positional(case.spec), sinks=arguments.sinks)
     if reason is not None:
-        assert case.name == "int8_page_16", reason
+        assert case.name == "int8_page_16" or case.latent_values is not None, reason
         return
 
     def step(q, k, v, pages, table, starts, lengths, sinks):

@@ -20,7 +20,7 @@ ROOT = SCRIPT.parents[2]
 CHIPS = ("v5e", "v6e", "v5p", "v7x")
 OPERATIONS = ("paged_decode", "kv_write", "paged_prefill")
 WIDTHS_TO_PAD = {"d80", "d96", "everything_f32"}
-READ_ONLY = {"read_only", "read_only_int8"}
+READ_ONLY = {"read_only", "read_only_int8", "latent_read_only"}
 
 
 def compiled(chip: str, *names: str) -> list[dict[str, Any]]:

@@ -28,8 +28,9 @@ QUICK_ON_TPU = {
         "all_empty",
         "everything",
         "everything_f32",
+        "latent",
     },
-    "paged_prefill": {"ragged", "bf16", "d80", "window", "everything", "all_empty"},
+    "paged_prefill": {"latent", "ragged", "bf16", "d80", "window", "everything", "all_empty"},
 }
 
 
@@ -114,3 +115,20 @@ def test_the_oracle_agrees_with_dense_attention() -> None:
     weights = np.exp(scores)
     weights /= weights.sum(-1, keepdims=True) + np.exp(arguments.sinks)[:, None, None]
     np.testing.assert_allclose(out, np.einsum("hij,jhd->ihd", weights, v), atol=1e-5)
+
+
+def test_the_oracle_takes_values_from_the_beginning_of_keys() -> None:
+    """Against one einsum; a value from the key's end, or a key without its end, is seen."""
+    case = AttentionCase("dense", lengths=(20,), chunks=(20,), q_heads=4, kv_heads=1, head_dim=64, latent_values=48)
+    arguments = build_arguments(case)
+    out, _ = suite.oracle("paged_prefill")(*arguments.positional(case.spec))
+    rows = arguments.k[:, 0].astype(np.float64)
+
+    def dense(keys: slice, values: slice) -> np.ndarray:
+        scores = np.einsum("ihd,jd->hij", arguments.q[..., keys], rows[:, keys]) * case.spec.scale
+        weights = np.exp(np.where(np.tri(20, dtype=bool), scores, -np.inf))
+        return np.einsum("hij,jd->ihd", weights / weights.sum(-1, keepdims=True), rows[:, values])
+
+    np.testing.assert_allclose(out, dense(slice(0, 64), slice(0, 48)), atol=1e-5)
+    assert np.abs(out - dense(slice(0, 64), slice(16, 64))).max() > 0.1
+    assert np.abs(out - dense(slice(0, 48), slice(0, 48))).max() > 0.1

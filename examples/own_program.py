@@ -34,7 +34,7 @@ TINY = DecoderConfig(
     intermediate_size=128,
     max_positions=256,
     norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0, rotary_dim=16),
+    ropes=(RopeConfig(theta=10000.0, rotary_dim=16),) * 2,
     windows=(None, None),
 )
 

@@ -7,7 +7,7 @@ by name or a copy of another, every parameter is made; anything else is one erro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +29,19 @@ class Rule:
     """How one parameter is made.
 
     parameter: its path, with {layer}.
-    tensors: the tensor names, with {layer}.
+    tensors: the tensor names, with {layer}; a function where their number depends on the config.
     shapes: the shapes that these tensors must have.
-    join: the tensors (each as read) -> the parameter.
+    join: the tensors (each as read) -> the parameter. A tensor may be part of several parameters.
     when: whether a model with this config has the parameter.
+    layers: the layers that have it; None for all.
     """
 
     parameter: str
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...] | Callable[[DecoderConfig], tuple[str, ...]]
     shapes: Callable[[DecoderConfig], Shapes]
     join: Callable[[DecoderConfig, list[np.ndarray]], np.ndarray]
     when: Callable[[DecoderConfig], bool] = lambda config: True
+    layers: Callable[[DecoderConfig], Iterable[int]] | None = None
 
 
 def assemble_params(
@@ -51,15 +53,20 @@ def assemble_params(
     read: Callable[[str], np.ndarray],
     place: Callable[[np.ndarray], jax.Array],
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    prefixes: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, Any]:
     """Parameters of `Decoder(config)`.
 
-    rules, ignored, copies: of the family; `ignored` are regular expressions of tensor names that carry nothing,
-        `copies` pairs (tensor, the tensor that it must equal where no rule uses it).
+    rules, ignored, copies, prefixes: of the family; `ignored` are regular expressions of tensor names that carry
+        nothing, `copies` pairs (tensor, the tensor that it must equal where no rule uses it), `prefixes` pairs (how
+        names begin in some checkpoints, how they begin in the rules), of which the first that fits is taken.
     shapes: every tensor of the checkpoint. read: one tensor, by name. place: host array -> device array.
     on_progress: called with (parameters done, parameters in all).
     Raises ModelError listing all missing, unexpected and misshapen tensors, or naming a copy that differs.
     """
+    if prefixes:
+        shapes, read = _renamed(prefixes, shapes, read)
     wanted = list(_expand(config, rules))
     used = {name for _, names, _ in wanted for name in names}
     unused_copies = [pair for pair in copies if pair[0] in shapes and pair[0] not in used]
@@ -75,6 +82,22 @@ def assemble_params(
     return params
 
 
+def _renamed(
+    prefixes: tuple[tuple[str, str], ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+    """The same tensors by the names that the rules know."""
+    originals: dict[str, str] = {}
+    for name in shapes:
+        begin, known = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+        renamed = known + name[len(begin) :]
+        if renamed in originals:
+            raise ModelError(f"The checkpoint's tensors {originals[renamed]} and {name} are the same one twice.")
+        originals[renamed] = name
+    return {name: shapes[original] for name, original in originals.items()}, lambda name: read(originals[name])
+
+
 _Wanted = tuple[str, tuple[str, ...], Rule]
 """One parameter: its path, its tensors' names, its rule."""
 
@@ -83,9 +106,10 @@ def _expand(config: DecoderConfig, rules: tuple[Rule, ...]) -> Iterator[_Wanted]
     for rule in rules:
         if not rule.when(config):
             continue
-        layers = range(config.num_layers) if "{layer}" in rule.parameter else (0,)
-        for layer in layers:
-            names = tuple(name.format(layer=layer) for name in rule.tensors)
+        layers: Iterable[int] = range(config.num_layers) if "{layer}" in rule.parameter else (0,)
+        tensors = rule.tensors(config) if callable(rule.tensors) else rule.tensors
+        for layer in layers if rule.layers is None else rule.layers(config):
+            names = tuple(name.format(layer=layer) for name in tensors)
             yield rule.parameter.format(layer=layer), names, rule
 
 

@@ -58,16 +58,20 @@ def parameter_bytes(config: DecoderConfig) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+@functools.cache
 def weight_bytes_read(config: DecoderConfig) -> int:
-    """Bytes of the parameters that a step reads whole: all but an embedding table that is not the head too."""
-    table = config.vocab_size * config.hidden_size * _item_bytes(config)
-    return parameter_bytes(config) - (0 if config.tied_head else table)
+    """Bytes of the parameters that a step reads whole: all but tables of which it reads rows."""
+    params = abstract_params(config)
+    tables = [params[name] for name in ("position_embedding",) if name in params]
+    tables += [] if config.tied_head else [params["embedding"]]
+    return parameter_bytes(config) - sum(table.size * table.dtype.itemsize for table in tables)
 
 
+@functools.cache
 def matmul_weights(config: DecoderConfig) -> int:
     """Parameters of all layers that every position is multiplied with."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
+    return sum(math.prod(leaf.shape) for path, leaf in leaves if path[-1].key == "kernel")
 
 
 def head_weights(config: DecoderConfig) -> int:

@@ -43,7 +43,17 @@ def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Prog
             on_progress("Loading", done, total)
 
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-    return assemble_params(config, family.rules, family.ignored, family.copies, shapes, checkpoint.read, place, report)
+    return assemble_params(
+        config,
+        family.rules,
+        family.ignored,
+        family.copies,
+        shapes,
+        checkpoint.read,
+        place,
+        report,
+        prefixes=family.prefixes,
+    )
 
 
 def check_tokenizer(vocab_size: int, config: DecoderConfig) -> None:

@@ -44,6 +44,7 @@ class Runner:
         on_progress: Progress | None = None,
         buckets: Buckets | None = None,
     ) -> None:
+        config = config.for_context(limits.max_context)
         self.config = config
         self.params = params
         self.limits = limits

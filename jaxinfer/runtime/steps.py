@@ -94,7 +94,8 @@ def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.A
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The kernel options of one layer."""
-    return AttentionSpec(scale=config.head_dim**-0.5, window=config.windows[layer])
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    return AttentionSpec(scale=scale, window=config.windows[layer], softcap=config.attention_softcap)
 
 
 def _apply(config: DecoderConfig, params: Params, *inputs: Any) -> tuple[jax.Array, tuple[KVPages, ...]]:

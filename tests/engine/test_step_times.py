@@ -33,7 +33,7 @@ CONFIG = DecoderConfig(
     intermediate_size=48,
     max_positions=128,
     norm_eps=1e-5,
-    rope=RopeConfig(10000.0, 8),
+    ropes=(RopeConfig(10000.0, 8),) * 2,
     windows=(None, None),
     qkv_bias=True,
 )

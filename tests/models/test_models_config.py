@@ -67,14 +67,14 @@ def refusal(model_type: str = "llama", **changes) -> str:
     ],
 )
 def test_theta_from_every_spelling(keys):
-    frequencies = inverse_frequencies(decoder(**keys).rope)
+    frequencies = inverse_frequencies(decoder(**keys).ropes[0])
     assert frequencies.dtype == np.float32
     assert frequencies.shape == (32,)
     np.testing.assert_allclose(frequencies[1], 500000 ** (-1 / 32), rtol=1e-6)
 
 
 def test_default_theta():
-    np.testing.assert_allclose(inverse_frequencies(decoder().rope)[1], 10000 ** (-1 / 32), rtol=1e-6)
+    np.testing.assert_allclose(inverse_frequencies(decoder().ropes[0])[1], 10000 ** (-1 / 32), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_default_theta():
     ],
 )
 def test_llama3_scaling(keys):
-    scaled = inverse_frequencies(decoder(**keys).rope)
+    scaled = inverse_frequencies(decoder(**keys).ropes[0])
     ratio = scaled / inverse_frequencies(RopeConfig(theta=5e5, rotary_dim=64))
     np.testing.assert_allclose(ratio[:15], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[15:18], [0.6056, 0.3037, 0.1034], atol=5e-5)
@@ -111,8 +111,8 @@ def test_llama3_scaling(keys):
 
 
 def test_linear_scaling_divides_every_frequency():
-    scaled = inverse_frequencies(decoder(rope_scaling={"type": "linear", "factor": 4.0}).rope)
-    np.testing.assert_allclose(scaled * 4, inverse_frequencies(decoder().rope), rtol=1e-6)
+    scaled = inverse_frequencies(decoder(rope_scaling={"type": "linear", "factor": 4.0}).ropes[0])
+    np.testing.assert_allclose(scaled * 4, inverse_frequencies(decoder().ropes[0]), rtol=1e-6)
 
 
 def test_rotation_by_hand():
@@ -128,8 +128,9 @@ def test_rotation_by_hand():
 @pytest.mark.parametrize(
     ("keys", "names"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"type": ["linear"]}}, "linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -214,7 +215,7 @@ def test_window_of_4_at_position_10_sees_keys_7_to_10():
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
         ("llama", {"vocab_size": "32"}, "vocab_size"),
         ("llama", {"num_attention_heads": 3, "num_key_value_heads": 2}, "evenly"),
-        ("llama", {"hidden_act": "relu"}, "relu"),
+        ("llama", {"hidden_act": "relu2"}, "relu2"),
         ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps"),
         ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ("mistral", {"sliding_window": 0}, "window"),

@@ -21,7 +21,7 @@ from jaxinfer.runtime.steps import decode_step, prefill_step
 
 config = DecoderConfig(
     vocab_size=96, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, intermediate_size=64,
-    max_positions=64, norm_eps=1e-5, rope=RopeConfig(1e4, 8), windows=(None, 5), qkv_bias=True, tied_head={tied},
+    max_positions=64, norm_eps=1e-5, ropes=(RopeConfig(1e4, 8),) * 2, windows=(None, 5), qkv_bias=True, tied_head={tied},
     kv_dtype="{kv_dtype}",
 )
 params = jax.tree.map(lambda x: x * 8, init_params(config, jax.random.key(0)))
@@ -76,7 +76,7 @@ def test_heads_that_cannot_be_cut_evenly_are_refused():
         intermediate_size=64,
         max_positions=64,
         norm_eps=1e-5,
-        rope=RopeConfig(1e4, 8),
+        ropes=(RopeConfig(1e4, 8),),
         windows=(None,),
     )
     with pytest.raises(ValueError, match="3 key/value heads cannot be cut evenly over 2 devices"):

@@ -15,7 +15,8 @@ from flax import linen as nn
 
 from jaxinfer.models.attention import Attend, Attention
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.layers import INIT, MLP, Norm, precision
+from jaxinfer.models.layers import MLP, Norm
+from jaxinfer.models.linear import INIT, embedded, table_init, table_product
 from jaxinfer.models.rope import Rotation, rotation
 from pallas_kernels import KVPages
 
@@ -75,14 +76,15 @@ class Decoder(nn.Module):
         """Declare the parameters."""
         config = self.config
         table_shape, dtype = (config.vocab_size, config.hidden_size), jnp.dtype(config.dtype)
-        self.embedding = self.param("embedding", INIT, table_shape, dtype)
+        self.embedding = self.param("embedding", table_init(config, ("embedding",)), table_shape, dtype)
         if config.position_offset is not None:
             rows = config.max_positions + config.position_offset
             self.position_embedding = self.param("position_embedding", INIT, (rows, config.hidden_size), dtype)
         self.layers = [Block(config, layer) for layer in range(config.num_layers)]
         if config.norm_placement != "after_sum":
             self.final_norm = Norm(config.hidden_size, config)
-        self.head = self.embedding if config.tied_head else self.param("head", INIT, table_shape, dtype)
+        head_init = table_init(config, ("head",))
+        self.head = self.embedding if config.tied_head else self.param("head", head_init, table_shape, dtype)
 
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, kv: Sequence[KVPages], attend: Attend
@@ -99,7 +101,7 @@ class Decoder(nn.Module):
 
     def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         config = self.config
-        x = self.embedding[token_ids]
+        x = embedded(self.embedding, token_ids, config)
         if config.embedding_scale != 1:
             x = x * jnp.array(config.embedding_scale, x.dtype)
         if config.position_offset is not None:
@@ -108,14 +110,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [R, hidden] -> logits f32[R, vocab]."""
-        # The table is the left operand: with few rows, XLA's CPU product reads it at full bandwidth only this way.
-        contract_features = (((1,), (1,)), ((), ()))
-        by_token = jax.lax.dot_general(
-            self.head, hidden, contract_features, precision=precision(self.config), preferred_element_type=jnp.float32
-        )
+        logits = table_product(hidden, self.head, self.config)
         if self.config.logit_softcap is not None:
-            by_token = jnp.tanh(by_token / self.config.logit_softcap) * self.config.logit_softcap
-        return by_token.T
+            logits = jnp.tanh(logits / self.config.logit_softcap) * self.config.logit_softcap
+        return logits
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:

@@ -10,11 +10,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxinfer.models.config import DecoderConfig
-from pallas_kernels.dispatch import current_platform
+from jaxinfer.models.linear import kernel_init, product
 
-CPU_SPLITS = 4
-"""Parts of the sum of a matrix-vector product on a CPU; 4 measured best among 1 to 16 on 2 cores."""
-INIT = nn.initializers.normal(0.02)
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu": partial(nn.gelu, approximate=False),
@@ -64,8 +61,9 @@ class Projection(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, inputs] -> [T, *outputs]."""
         dtype = jnp.dtype(self.config.dtype)
-        kernel = self.param("kernel", INIT, (self.inputs, *self.outputs), dtype)
-        out = _product(x, kernel, precision(self.config))
+        init = kernel_init(self.config, (*self.path, "kernel"))
+        kernel = self.param("kernel", init, (self.inputs, *self.outputs), dtype)
+        out = product(x, kernel, self.outputs, self.config)
         if self.bias:
             out = out + self.param("bias", nn.initializers.zeros, self.outputs, dtype)
         return out
@@ -89,20 +87,3 @@ class MLP(nn.Module):
             inner = activation(Projection(config.hidden_size, widths, config.mlp_bias, config, name="up")(x))
         down = Projection(config.intermediate_size, (config.hidden_size,), config.mlp_bias, config, name="down")
         return down(inner)
-
-
-def _product(x: jax.Array, kernel: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
-    """x [T, inputs] times kernel [inputs, *outputs]."""
-    inputs = kernel.shape[0]
-    if x.shape[0] > 1 or inputs % CPU_SPLITS or current_platform() != "cpu":
-        return jnp.tensordot(x, kernel, axes=1, precision=precision)
-    # One row on a CPU: a single product is read by one core at a time, parts of the sum by all.
-    parts = kernel.reshape(CPU_SPLITS, inputs // CPU_SPLITS, -1)
-    sums = jnp.einsum("pi,pio->po", x.reshape(CPU_SPLITS, -1), parts, precision=precision)
-    return sums.sum(0).reshape(1, *kernel.shape[1:])
-
-
-def precision(config: DecoderConfig) -> jax.lax.Precision | None:
-    """Of every product of parameters."""
-    # Accelerators would otherwise round float32 operands (bfloat16 on TPU, TF32 on GPU).
-    return jax.lax.Precision.HIGHEST if config.dtype == "float32" else None

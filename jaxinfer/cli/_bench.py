@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.cli import _serve_bench
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import DEFAULT_MODEL, MODEL_HELP, add_engine_options, engine_options
-from jaxinfer.cli._parser import Parser, positive, positives
+from jaxinfer.cli._parser import Parser, positive, positives, whole_numbers
 from jaxinfer.cli._tables import print_table
 
 if TYPE_CHECKING:
@@ -56,7 +56,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--prefill",
         type=positives,
         metavar="N,N,...",
-        help=f"prompt lengths ({TIMED_PREFILL}, or as many as the model was made for)",
+        help=f"tokens of a prefill ({TIMED_PREFILL}, or as many as the model was made for)",
+    )
+    steps.add_argument(
+        "--prefill-rows", type=positives, default=(1,), metavar="N,N,...", help="prompts these are divided among (1)"
+    )
+    steps.add_argument(
+        "--prefill-context",
+        type=whole_numbers,
+        default=(0,),
+        metavar="N,N,...",
+        help="positions that each prompt has cached before (0)",
     )
     steps.add_argument("--rounds", type=positive, default=20, metavar="N", help="decode steps of each kind (20)")
     steps.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -90,7 +100,7 @@ def run_steps(options: argparse.Namespace) -> int:
         "ready_s": round(ready_s, 2),
         **_rates_as_json(rates),
     }
-    steps = list(measure_steps(timer, rates, sizes.batches, sizes.contexts, sizes.prefills, repeats=options.rounds))
+    steps = list(measure_steps(timer, rates, sizes, repeats=options.rounds))
     if options.json:
         print(json.dumps(about | {"steps": [_step_as_json(step) for step in steps]}))
         return 0
@@ -149,7 +159,8 @@ def _sizes(options: argparse.Namespace, max_positions: int) -> TimerSizes:
     from jaxinfer.engine.step_times import TimerSizes
 
     contexts = options.context or (min(TIMED_CONTEXT, max_positions),)
-    return TimerSizes(options.batch, contexts, options.prefill or (min(TIMED_PREFILL, max_positions),))
+    prefills = options.prefill or (min(TIMED_PREFILL, max_positions),)
+    return TimerSizes(options.batch, contexts, prefills, options.prefill_rows, options.prefill_context)
 
 
 def _config(path: str, engine: EngineOptions) -> Any:

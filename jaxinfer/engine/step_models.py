@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +20,60 @@ from jaxinfer.runtime.limits import Buckets
 _LARGEST_FILE = 2**24
 _Points = Sequence[tuple[float, float]]
 """(size, seconds), sizes rising."""
+_Curves = Sequence[tuple[int, _Points]]
+"""(size, seconds by another size), sizes rising."""
 
 
 class MeasuredSteps:
     """Step times between those that `jaxinfer bench steps --json` measured, in the batch shapes that would run.
 
     Decode is linear between measured contexts and batches, and beyond the largest. Prefill is linear between measured
-    lengths; one token takes what the smallest decode takes. What a chunk's earlier positions cost is left out. A round
-    takes its decode and its prefill one after the other.
+    token counts; one token takes what the smallest decode takes. To this comes what prefills of several prompts took
+    longer than one of as many tokens, and those after cached positions longer than those without, as far as the file
+    has such prefills: linear between measured prompts and positions (their mean over the tokens), for the nearest token
+    counts. A round takes its decode and its prefill one after the other.
     Raises ValueError, one sentence, when the file is none of `bench steps` or has no decode or no prefill.
     """
 
     def __init__(self, path: str | Path, buckets: Buckets) -> None:
         decodes, prefills = _read_steps(Path(path))
         self._buckets = buckets
-        self._decode: list[tuple[int, _Points]] = sorted(
-            (batch, sorted((context, s) for b, context, s in decodes if b == batch))
-            for batch in {batch for batch, _, _ in decodes}
-        )
+        self._decode = _by_size((batch, context, s) for (batch, context), s in decodes.items())
         one_token = self._decode[0][1][0][1]
-        longer = {tokens: s for tokens, s in prefills if tokens > 1}
+        alone = {tokens: s for (rows, tokens, context), s in prefills.items() if rows == 1 and context == 0}
+        longer = {tokens: s for tokens, s in alone.items() if tokens > 1}
         self._prefill: _Points = [(1, min(one_token, *longer.values())), *sorted(longer.items())]
+        self._more_rows = _by_size(
+            (tokens * rows, rows, s - _between(self._prefill, tokens * rows))
+            for (rows, tokens, context), s in prefills.items()
+            if context == 0
+        )
+        self._more_context = _by_size(
+            (tokens, context, s - alone[tokens])
+            for (rows, tokens, context), s in prefills.items()
+            if rows == 1 and tokens in alone
+        )
 
     def __call__(self, shape: RoundShape) -> float:
         """Seconds of a round."""
         seconds = 0.0
         if shape.decode_contexts:
             rows = self._buckets.decode(len(shape.decode_contexts))
-            context = statistics.fmean(shape.decode_contexts)
-            seconds += _between([(batch, _between(points, context)) for batch, points in self._decode], rows)
+            seconds += max(0.0, _between_both(self._decode, rows, statistics.fmean(shape.decode_contexts)))
         if shape.prefills:
-            tokens = sum(computed for _, computed in shape.prefills)
-            seconds += _between(self._prefill, self._buckets.prefill_for(tokens, len(shape.prefills))[0])
+            seconds += self._prefill_seconds(shape.prefills)
         return seconds
+
+    def _prefill_seconds(self, rows: Sequence[tuple[int, int]]) -> float:
+        computed = sum(tokens for _, tokens in rows)
+        bucket = self._buckets.prefill_for(computed, len(rows))[0]
+        context = sum(start * tokens for start, tokens in rows) / computed
+        return max(
+            _between(self._prefill, bucket)
+            + _between_both(self._more_rows, bucket, len(rows))
+            + _between_both(self._more_context, bucket, context),
+            self._prefill[0][1],
+        )
 
 
 class RooflineSteps:
@@ -110,26 +131,40 @@ class RooflineSteps:
         return pairs
 
 
+def _by_size(measured: Iterable[tuple[int, int, float]]) -> _Curves:
+    """(size, other size, seconds), in any order, as curves."""
+    curves: dict[int, list[tuple[int, float]]] = {}
+    for size, other, seconds in measured:
+        curves.setdefault(size, []).append((other, seconds))
+    return [(size, sorted(points)) for size, points in sorted(curves.items())]
+
+
+def _between_both(curves: _Curves, size: float, other: float) -> float:
+    return _between([(measured, _between(points, other)) for measured, points in curves], size)
+
+
 def _between(points: _Points, size: float) -> float:
     """Linear between the points and beyond the last; below the first, and with a single point, constant."""
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
     index = min(bisect.bisect_left(points, (size, -math.inf)), len(points) - 1)
     (x0, y0), (x1, y1) = points[index - 1], points[index]
-    return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
 
-def _read_steps(path: Path) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
-    """(batch, context, seconds) of decodes and (tokens, seconds) of prefills."""
+def _read_steps(path: Path) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int, int], float]]:
+    """Seconds of decodes by (batch, context), and of prefills by (rows, tokens of each, context)."""
     if path.is_file() and path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path} is too large for the output of `jaxinfer bench steps --json`.")
     try:
         steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
-        decodes = [(_size(s, "batch"), _size(s, "context"), _median(s)) for s in steps if s["kind"] == "decode"]
-        prefills = [(_size(s, "tokens"), _median(s)) for s in steps if s["kind"] == "prefill" and s["batch"] == 1]
+        sizes = [tuple(_size(step, key) for key in ("batch", "tokens", "context")) for step in steps]
+        timed = [(step["kind"], size, _median(step)) for step, size in zip(steps, sizes, strict=True)]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not the output of `jaxinfer bench steps --json`.") from error
-    if not decodes or not prefills:
+    decodes = {(batch, context): s for kind, (batch, _, context), s in timed if kind == "decode"}
+    prefills = {(rows, tokens, context): s for kind, (rows, tokens, context), s in timed if kind == "prefill"}
+    if not decodes or not any(rows == 1 and context == 0 for rows, _, context in prefills):
         raise ValueError(f"{path} needs at least one decode and one prefill step of batch 1; measure both.")
     return decodes, prefills
 

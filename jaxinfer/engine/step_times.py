@@ -18,7 +18,7 @@ from jaxinfer.core.step import PrefillRow, StepWork
 from jaxinfer.engine.device_rates import DeviceRates, measure_rates
 from jaxinfer.engine.kernel_times import random_pages
 from jaxinfer.models import DecoderConfig, abstract_params
-from jaxinfer.runtime.cost import StepCost, decode_cost, parameter_bytes, prefill_cost
+from jaxinfer.runtime.cost import StepCost, decode_cost, parameter_bytes, prefill_cost, weight_bytes_read
 from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 from jaxinfer.runtime.programs import Progress
 from jaxinfer.runtime.runner import Runner
@@ -74,27 +74,38 @@ class StepTime:
 class TimerSizes:
     """What a timer is built for.
 
-    batches: decode batches. contexts: positions that a sequence may have cached at decode. prefills: prompt lengths.
+    batches: decode batches. contexts: positions that a sequence may have cached at decode. prefills: tokens of a
+    prefill. prefill_rows: prompts these are divided among. prefill_contexts: positions that each had cached before.
     """
 
     batches: tuple[int, ...] = (1, 8)
     contexts: tuple[int, ...] = (1024,)
     prefills: tuple[int, ...] = (512,)
+    prefill_rows: tuple[int, ...] = (1,)
+    prefill_contexts: tuple[int, ...] = (0,)
+
+    @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(tokens of each prompt, prompts) of all prefills whose tokens suffice for so many prompts."""
+        return tuple((tokens // rows, rows) for tokens in self.prefills for rows in self.prefill_rows if tokens >= rows)
 
     def limits(self, config: DecoderConfig) -> RunnerLimits:
         """The runner's limits. ValueError when the model was not made for so many positions."""
-        longest = max(*self.contexts, *self.prefills)
+        if min(self.prefill_contexts) < 0:
+            raise ValueError(f"A prompt cannot have {min(self.prefill_contexts)} positions cached before.")
+        longest = max(*self.contexts, max(self.prefills) + max(self.prefill_contexts))
         if longest > config.max_positions:
             raise ValueError(f"{longest} positions are asked for, but the model was made for {config.max_positions}.")
         page_size = 16 if jax.default_backend() == "cpu" else 64
-        batch, context = max(self.batches), longest + MOST_STREAMED
+        rows = max(self.prefill_rows)
+        batch, context = max(*self.batches, rows), longest + MOST_STREAMED
         return RunnerLimits(
             max_slots=batch,
             page_size=page_size,
             num_pages=1 + batch * -(-context // page_size),
             max_context=context,
             max_batched_tokens=max(*self.prefills, batch),
-            max_prefill_rows=1,
+            max_prefill_rows=rows,
             vocab_size=config.vocab_size,
         )
 
@@ -102,7 +113,7 @@ class TimerSizes:
         """Of all the runner's batch shapes those that are timed."""
         served = buckets_for(limits)
         decode = {served.decode(batch) for batch in self.batches}
-        prefill = {served.prefill_for(tokens, 1) for tokens in self.prefills}
+        prefill = {served.prefill_for(tokens * rows, rows) for tokens, rows in self.prefill_shapes}
         return Buckets(tuple(sorted(decode)), tuple(sorted(prefill)))
 
 
@@ -160,10 +171,9 @@ class StepTimer:
         self._check(batch, context)
         return self._rounds(StepWork(decodes=tuple(range(batch))), context, repeats)
 
-    def prefill(self, tokens: int, repeats: int) -> list[float]:
-        """As `decode`, of `repeats` prefills of one prompt of `tokens` tokens."""
-        self._check(1, tokens)
-        return self._rounds(StepWork(prefills=(self._prompt(tokens),)), 0, repeats)
+    def prefill(self, tokens: int, repeats: int, *, rows: int = 1, context: int = 0) -> list[float]:
+        """As `decode`, of `repeats` prefills of `rows` prompts: `tokens` tokens of each after `context` cached ones."""
+        return self._rounds(StepWork(prefills=self._prompts(tokens, rows, context)), 0, repeats)
 
     def decode_stream(self, batch: int, context: int, steps: int) -> float:
         """Seconds of a decode step when `steps` (at most MOST_STREAMED) are dispatched back to back and waited for
@@ -174,11 +184,10 @@ class StepTimer:
         slots = tuple(range(batch))
         return self._stream(lambda: self.runner.dispatch_decode(slots), max(1, context - steps // 2), steps)
 
-    def prefill_stream(self, tokens: int, steps: int) -> float:
-        """As `decode_stream`, of prefills of one prompt of `tokens` tokens."""
-        self._check(1, tokens)
-        row = self._prompt(tokens)
-        return self._stream(lambda: self.runner.dispatch_prefill(row), 0, steps)
+    def prefill_stream(self, tokens: int, steps: int, *, rows: int = 1, context: int = 0) -> float:
+        """As `decode_stream`, of the prefills that `prefill` times."""
+        prompts = self._prompts(tokens, rows, context)
+        return self._stream(lambda: self.runner.dispatch_prefill(prompts), 0, steps)
 
     def rates(self) -> DeviceRates:
         """Measure the device."""
@@ -227,8 +236,10 @@ class StepTimer:
         self.runner.state = dataclasses.replace(self.runner.state, lengths=jax.device_put(lengths))
         jax.block_until_ready(self.runner.state.lengths)
 
-    def _prompt(self, tokens: int) -> PrefillRow:
-        return PrefillRow(0, tuple(self._token_ids(tokens)), 0, sample=True)
+    def _prompts(self, tokens: int, rows: int, context: int) -> tuple[PrefillRow, ...]:
+        self._check(rows, context + tokens)
+        token_ids = tuple(self._token_ids(tokens))
+        return tuple(PrefillRow(slot, token_ids, context, sample=True) for slot in range(rows))
 
     def _token_ids(self, count: int) -> list[int]:
         return np.random.default_rng(1).integers(0, self.config.vocab_size, count).tolist()
@@ -249,9 +260,9 @@ class _TimedRunner(Runner):
         """What a decode step will sample, not waited for."""
         return self._decode(slots, ())
 
-    def dispatch_prefill(self, row: PrefillRow) -> Any:
+    def dispatch_prefill(self, rows: Sequence[PrefillRow]) -> Any:
         """What a prefill will sample, not waited for."""
-        return self._prefill((row,), ())[0]
+        return self._prefill(rows, ())[0]
 
 
 def check_memory(config: DecoderConfig, limits: RunnerLimits) -> None:
@@ -290,27 +301,25 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def measure_steps(
-    timer: StepTimer,
-    rates: DeviceRates,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    prefills: Sequence[int],
-    *,
-    repeats: int = 20,
-) -> Iterator[StepTime]:
-    """Prefill at every length, decode at every batch and context, each against its floor at the measured rates."""
-    for tokens in prefills:
-        yield measure_prefill(timer, rates, tokens, max(3, repeats // 4))
-    for context in contexts:
-        for batch in batches:
+def measure_steps(timer: StepTimer, rates: DeviceRates, sizes: TimerSizes, *, repeats: int = 20) -> Iterator[StepTime]:
+    """All prefills and decodes of these sizes, each against its floor at the measured rates."""
+    for context in sizes.prefill_contexts:
+        for tokens, rows in sizes.prefill_shapes:
+            yield measure_prefill(timer, rates, tokens, max(3, repeats // 4), rows=rows, context=context)
+    for context in sizes.contexts:
+        for batch in sizes.batches:
             yield measure_decode(timer, rates, batch, context, repeats)
 
 
-def measure_prefill(timer: StepTimer, rates: DeviceRates, tokens: int, repeats: int) -> StepTime:
-    """Prefills of one prompt of `tokens` tokens."""
-    seconds, stream = timer.prefill(tokens, repeats), timer.prefill_stream(tokens, repeats)
-    return _step_time("prefill", 1, tokens, 0, seconds, stream, prefill_cost(timer.config, tokens), rates)
+def measure_prefill(
+    timer: StepTimer, rates: DeviceRates, tokens: int, repeats: int, *, rows: int = 1, context: int = 0
+) -> StepTime:
+    """Prefills of `rows` prompts: `tokens` tokens of each after `context` cached ones."""
+    seconds = timer.prefill(tokens, repeats, rows=rows, context=context)
+    stream = timer.prefill_stream(tokens, repeats, rows=rows, context=context)
+    alone, weights = prefill_cost(timer.config, tokens, context), weight_bytes_read(timer.config)
+    cost = StepCost(weights + rows * (alone.bytes - weights), rows * alone.flops)
+    return _step_time("prefill", rows, tokens, context, seconds, stream, cost, rates)
 
 
 def measure_decode(timer: StepTimer, rates: DeviceRates, batch: int, context: int, repeats: int) -> StepTime:

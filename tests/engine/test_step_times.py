@@ -18,7 +18,7 @@ from jaxinfer.engine.device_rates import DeviceRates, stream_seconds
 from jaxinfer.engine.kernel_times import KernelCalls, KernelShape, shapes_for
 from jaxinfer.engine.step_times import StepTimer, TimerSizes, random_params
 from jaxinfer.models import DecoderConfig, RopeConfig, abstract_params
-from jaxinfer.runtime.cost import decode_cost, parameter_bytes
+from jaxinfer.runtime.cost import decode_cost, parameter_bytes, prefill_cost, weight_bytes_read
 from pallas_kernels.paged_decode import oracle as decode_oracle
 from pallas_kernels.paged_prefill import oracle as prefill_oracle
 from pallas_kernels.spec import AttentionSpec
@@ -43,7 +43,7 @@ SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 16, "dtype": "f
 
 @pytest.fixture(scope="module")
 def timer():
-    return StepTimer.with_random_weights(CONFIG, TimerSizes((1, 3), (40,), (32,)))
+    return StepTimer.with_random_weights(CONFIG, TimerSizes((1, 3), (40,), (32,), (1, 3), (0, 8)))
 
 
 def test_random_weights_are_the_models_tree():
@@ -66,7 +66,7 @@ def test_random_weights_are_the_models_tree():
 def test_only_what_is_timed_is_compiled(timer):
     programs = timer.runner.programs
     assert set(programs.decode) == {1, 3}
-    assert set(programs.prefill) == {(32, 1)}
+    assert set(programs.prefill) == {(32, 1), (32, 3)}
 
 
 def test_every_slot_has_pages_of_its_own_with_random_numbers(timer):
@@ -97,10 +97,22 @@ def test_measured_steps_carry_their_cost_and_floor(timer):
     assert step.floor_s == step.cost.bytes / 1e9
     assert step.bound == "bandwidth"
     assert step.stream_floor_ratio == step.stream_s / step.floor_s
-    kinds = [
-        (step.kind, step.batch, step.context) for step in step_times.measure_steps(timer, RATES, (1,), (40,), (32,))
+    steps = step_times.measure_steps(timer, RATES, TimerSizes((1,), (40,), (32,), (1, 2), (0, 8)))
+    assert [(step.kind, step.batch, step.tokens, step.context) for step in steps] == [
+        ("prefill", 1, 32, 0),
+        ("prefill", 2, 16, 0),
+        ("prefill", 1, 32, 8),
+        ("prefill", 2, 16, 8),
+        ("decode", 1, 1, 40),
     ]
-    assert kinds == [("prefill", 1, 0), ("decode", 1, 40)]
+
+
+def test_a_prefill_of_several_prompts_reads_the_weights_once(timer):
+    alone, three = (step_times.measure_prefill(timer, RATES, 10, 2, rows=rows, context=20) for rows in (1, 3))
+    assert alone.cost == prefill_cost(CONFIG, 10, 20)
+    assert three.cost.flops == 3 * alone.cost.flops
+    assert three.cost.bytes == 3 * alone.cost.bytes - 2 * weight_bytes_read(CONFIG)
+    assert np.asarray(timer.runner.state.lengths).tolist() == [30, 30, 30]
 
 
 @pytest.mark.parametrize(("batch", "context"), [(4, 40), (1, 41), (0, 40), (1, 0)])
@@ -112,6 +124,8 @@ def test_what_a_timer_was_not_built_for_is_refused(timer, batch, context):
 def test_sizes_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="129 positions are asked for, but the model was made for 128"):
         TimerSizes((1,), (129,), (32,)).limits(CONFIG)
+    with pytest.raises(ValueError, match="cannot have -1 positions cached"):
+        TimerSizes(prefill_contexts=(0, -1)).limits(CONFIG)
     with pytest.raises(ValueError, match="smaller batch or a shorter context"):
         StepTimer.with_random_weights(CONFIG, TimerSizes((10**9,), (40,), (32,)))
 

@@ -90,6 +90,30 @@ def test_measured_steps(steps_file, shape, seconds):
     assert MeasuredSteps(steps_file(*STEPS), buckets_for(LIMITS))(shape) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("shape", "seconds"),
+    [
+        (RoundShape((), ((300, 512),)), 0.5 + 0.2),
+        (RoundShape((), ((150, 512),)), 0.5 + 0.1),
+        (RoundShape((), ((900, 512),)), 0.5 + 0.6),
+        (RoundShape((), ((300, 128),)), 0.1 + 0.05),
+        (RoundShape((), ((300, 40),)), 0.010 + 0.09 * 63 / 127 + 0.05),  # as for the fewest tokens measured
+        (RoundShape((), ((0, 64),) * 8), 0.5 + 0.14),
+        (RoundShape((), ((0, 128),) * 4), 0.5 + 0.06),
+        (RoundShape((), ((400, 128),) + ((0, 128),) * 3), 0.5 + 0.06 + 0.2 / 3),  # 100 cached positions on average
+    ],
+)
+def test_measured_prefills_of_several_prompts_and_after_cached_positions(steps_file, shape, seconds):
+    measured = (
+        *STEPS,
+        ("prefill", 8, 64, 0, 0.64),
+        ("prefill", 1, 512, 300, 0.7),
+        ("prefill", 1, 128, 300, 0.15),
+        ("prefill", 8, 64, 300, 9.0),  # neither alone nor without cached positions: not used
+    )
+    assert MeasuredSteps(steps_file(*measured), buckets_for(LIMITS))(shape) == pytest.approx(seconds)
+
+
 def run_json(capsys, *arguments) -> dict:
     assert main(["simulate", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)

@@ -47,6 +47,10 @@ class PageRuns:
         if not siblings:
             del self._after[parent]
 
+    def of(self, page: int) -> tuple[int, ...]:
+        """The tokens that the page is said to hold."""
+        return self._of[page][1] if page in self._of else ()
+
     def longest(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
         """(page, count): the page after `parent` that agrees with most of these tokens from the first on; count may be
         0, the page is then of no meaning."""

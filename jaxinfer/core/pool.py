@@ -105,6 +105,10 @@ class BlockPool:
             self._names[page] = name
             self._page_named[name] = page
 
+    def page_named(self, name: bytes) -> int | None:
+        """The page of this name; it is not held yet."""
+        return self._page_named.get(name)
+
     def find(self, names: Iterable[bytes]) -> list[int]:
         """The pages of the leading names that are known; they are not held yet."""
         found = []
@@ -116,9 +120,9 @@ class BlockPool:
         return found
 
     def offer(self, page: int, parent: bytes, token_ids: Sequence[int]) -> None:
-        """Let the first positions of a held page, which hold these tokens after the page named `parent` and must not
-        change from now on, be found and copied. Nothing is offered that another page offers already."""
-        if self._references[page] < 1:
+        """Let the first positions of a held or named page, which hold these tokens after the page named `parent` and
+        must not change from now on, be found and copied. Nothing is offered that another page offers already."""
+        if self._references[page] < 1 and self._names[page] is None:
             raise RuntimeError(f"Page {page} is free and has nothing to offer.")
         self._runs.add(page, parent, token_ids)
 
@@ -127,11 +131,18 @@ class BlockPool:
         does. It is not held yet, and only to be copied: others may write its later positions."""
         return self._runs.longest(parent, token_ids)
 
+    def run_of(self, page: int) -> tuple[int, ...]:
+        """The tokens that a page offers; none if it offers nothing."""
+        return self._runs.of(page)
+
     def forget(self, pages: Iterable[int]) -> None:
-        """Take what held pages can be found by away: nobody new shall find them."""
+        """Take what pages can be found by away: nobody new shall find them. Those that nobody holds are free then."""
         for page in pages:
             if self._references[page] < 1:
-                raise RuntimeError(f"Page {page} is not held and cannot lose its name.")
+                if page not in self._cached:
+                    raise RuntimeError(f"Page {page} is not held and has no name to lose.")
+                del self._cached[page]
+                self._free.append(page)
             self._hide(page)
 
     def reset(self) -> None:

@@ -84,17 +84,17 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One round. The device moves pages out, in, and copies them, applies table updates and slot setups, then decodes,
-    then prefills, then samples both.
+    """One round. The device moves pages out, copies pages and brings pages in, applies table updates and slot setups,
+    then decodes, then prefills, then samples both.
 
     Attributes:
         table_updates: new page table entries; an entry never changes while its sequence keeps the slot.
         slot_setups: sequences that entered a slot in this round.
         prefills: rows to compute, at most one per slot.
         decodes: slots that feed the token sampled last (kept on the device) at the next position and sample one more.
-        page_outs: pages to be kept in host memory as they were before the round.
-        page_ins: pages that come back from there.
-        page_copies: pages copied after that, all at once; no page is both a source and a target.
+        page_outs: pages to be kept in host memory as they are before the round.
+        page_copies: pages copied inside the pool after that, one after the other or all at once.
+        page_ins: pages that come back from host memory after that.
     """
 
     table_updates: tuple[TableUpdate, ...] = ()
@@ -102,8 +102,8 @@ class StepWork:
     prefills: tuple[PrefillRow, ...] = ()
     decodes: tuple[int, ...] = ()
     page_outs: tuple[PageOut, ...] = ()
-    page_ins: tuple[PageIn, ...] = ()
     page_copies: tuple[PageCopy, ...] = ()
+    page_ins: tuple[PageIn, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -120,18 +120,20 @@ class PageMover:
         self._copy, self._gather, self._scatter = copy, gather, scatter
         self._host = host
 
-    def move(self, kv: KV, outs: Sequence[PageOut], ins: Sequence[PageIn], copies: Sequence[PageCopy]) -> KV:
-        """Read `outs` from the pool, write `ins` to it, then copy inside; returns the pool, the given one is donated.
+    def move(self, kv: KV, outs: Sequence[PageOut], copies: Sequence[PageCopy], ins: Sequence[PageIn]) -> KV:
+        """Read `outs` from the pool, copy inside, then write `ins` to it; returns the pool, the given one is donated.
 
         Nothing is waited for, unless a page comes back while it is still on its way out.
         """
-        if self._host is not None:
+        host = self._host
+        if host is not None:
             for some, (pages, _) in calls_of(outs):
-                self._host.receive(self._gather(kv, pages), [move.host_slot for move in some])
-            for some, (_, pages) in calls_of(ins):
-                kv = self._scatter(kv, self._host.read([move.host_slot for move in some]), pages)
+                host.receive(self._gather(kv, pages), [move.host_slot for move in some])
         for _, (sources, targets) in calls_of(copies):
             kv = self._copy(kv, sources, targets)
+        if host is not None:
+            for some, (_, pages) in calls_of(ins):
+                kv = self._scatter(kv, host.read([move.host_slot for move in some]), pages)
         return kv
 
     def reset(self) -> None:

@@ -76,6 +76,19 @@ def test_an_offered_page_is_kept_until_its_room_is_needed():
     pool.check_integrity()
 
 
+def test_a_page_that_is_only_kept_may_be_forgotten():
+    pool = BlockPool(4, 4)
+    (page,) = pool.allocate(1)
+    pool.register(page, b"n")
+    pool.release([page])
+    pool.offer(page, b"root", [1, 2, 3, 4])
+    assert pool.run_of(page) == (1, 2, 3, 4)
+    assert (pool.page_named(b"n"), pool.usage) == (page, (0, 1, 2))
+    pool.forget([page])
+    assert (pool.page_named(b"n"), pool.run_of(page), pool.usage) == (None, (), (0, 0, 3))
+    pool.check_integrity()
+
+
 def test_an_evicted_page_offers_nothing_and_its_name_is_told():
     told = []
     pool = BlockPool(3, 4, on_evict=lambda page, name: told.append((page, name)))

@@ -68,23 +68,23 @@ def test_pages_go_out_come_in_and_are_copied_bit_by_bit(dtype, count):
     expected = [leaf.copy() for leaf in before]
     for leaf in expected:
         leaf[out] = leaf[victim]
-    kv = moves.move(kv, outs, (), [PageCopy(victim, page) for page in out])
+    kv = moves.move(kv, outs, [PageCopy(victim, page) for page in out], ())
     assert_pool(kv, expected)
-    # They come back elsewhere, and are copied to where they were.
+    # They come back elsewhere; what was there is copied first.
     ins = [PageIn(slot, page) for page, slot in zip(into, slots, strict=True)]
-    kv = moves.move(kv, (), ins, [PageCopy(page, old) for page, old in zip(into, out, strict=True)])
+    kv = moves.move(kv, (), [PageCopy(page, old) for page, old in zip(into, out, strict=True)], ins)
     for leaf, first in zip(expected, before, strict=True):
-        leaf[into] = leaf[out] = first[out]
+        leaf[out], leaf[into] = first[into], first[out]
     assert_pool(kv, expected)
 
 
 def test_a_page_may_come_back_in_the_round_it_goes_out():
     kv, before = pool("float32")
     moves = mover(kv, 4)
-    kv = moves.move(kv, [PageOut(3, 2), PageOut(5, 0)], [PageIn(2, 5), PageIn(0, 3)], [PageCopy(5, 7)])
+    kv = moves.move(kv, [PageOut(3, 2), PageOut(5, 0)], [PageCopy(5, 7)], [PageIn(2, 5), PageIn(0, 3)])
     expected = [leaf.copy() for leaf in before]
     for leaf, first in zip(expected, before, strict=True):
-        leaf[5], leaf[3], leaf[7] = first[3], first[5], first[3]
+        leaf[5], leaf[3], leaf[7] = first[3], first[5], first[5]
     assert_pool(kv, expected)
 
 
@@ -95,7 +95,7 @@ def test_the_last_page_moved_to_a_slot_is_the_one_that_comes_back():
     for page in range(1, 4 * TRANSFERS_IN_FLIGHT):
         kv = moves.move(kv, [PageOut(page, page % 3)], (), ())
     last = 4 * TRANSFERS_IN_FLIGHT - 1
-    kv = moves.move(kv, (), [PageIn(last % 3, 30), PageIn((last - 1) % 3, 31)], ())
+    kv = moves.move(kv, (), (), [PageIn(last % 3, 30), PageIn((last - 1) % 3, 31)])
     expected = [leaf.copy() for leaf in before]
     for leaf, first in zip(expected, before, strict=True):
         leaf[30], leaf[31] = first[last], first[last - 1]
@@ -188,8 +188,8 @@ with jax.set_mesh(mesh):
     copy, gather, scatter = (jax.jit(f, donate_argnums=d)
                              for f, d in ((copy_pages, 0), (gather_pages, ()), (scatter_pages, 0)))
     mover = PageMover(copy, gather, scatter, HostPages(kv, 4))
-    kv = mover.move(kv, [PageOut(3, 1)], (), [PageCopy(5, 3)])
-    kv = mover.move(kv, (), [PageIn(1, 7)], ())
+    kv = mover.move(kv, [PageOut(3, 1)], [PageCopy(5, 3)], ())
+    kv = mover.move(kv, (), (), [PageIn(1, 7)])
 for leaf in expected:
     leaf[7] = leaf[3]
     leaf[3] = leaf[5]

@@ -108,16 +108,18 @@ class RoundFinished:
 
     Attributes:
         host_start: when the host began to schedule the round.
-        start: when its work was handed to the device.
+        dispatched: when the host had handed the work to the device and went on.
+        start: when the device began: at the hand-over, or when the round before it was done if that was later.
         end: when its tokens were back; the time of every token it gave.
         host_end: when the host had made outputs of them.
         work: what was computed.
         owners: slot -> sequence, for every slot with work, without sequences that were ended while the round ran.
-        waiting, running: sequences without and with a slot while the round ran.
-        pages: the pool while the round ran, the pages taken for it included.
+        waiting, running: sequences without and with a slot once the round was scheduled.
+        pages: the pool then, the pages taken for the round included.
     """
 
     host_start: float
+    dispatched: float
     start: float
     end: float
     host_end: float

@@ -76,7 +76,8 @@ class Sequence:
         seed: start of its random stream.
         rank: its place in the order of service, lowest first; set when the scheduler accepts it.
         output_ids: tokens sampled so far.
-        num_cached: leading positions whose K/V are in the cache.
+        num_cached: leading positions whose K/V are in the cache, those of rounds in flight included.
+        num_pending: tokens that rounds in flight sample for it.
         num_shown: leading pages that the device's page table has.
         num_named: leading pages that are full, computed and offered to others.
         page_hashes: the root of its chain, then the names of its leading full pages as far as they are known.
@@ -97,6 +98,7 @@ class Sequence:
     rank: tuple[int, int, int] = (0, 0, 0)
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_pending: int = 0
     num_shown: int = 0
     num_named: int = 0
     page_hashes: list[bytes] = field(default_factory=list)

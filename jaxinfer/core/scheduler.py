@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
@@ -45,6 +46,7 @@ class SchedulerConfig:
             whole, in a round without decodes.
         reserve_full: admit a sequence only when the pages for all it can come to need are free, and keep them for it,
             so that nothing is ever preempted. Otherwise what is free now decides.
+        max_rounds_in_flight: rounds that may be scheduled before the first of them is committed.
     """
 
     max_slots: int
@@ -58,9 +60,11 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     reserve_full: bool = False
+    max_rounds_in_flight: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("max_slots", 1), ("page_size", 1), ("num_pages", 2), ("max_context", 2)):
+        least_values = {"max_slots": 1, "page_size": 1, "num_pages": 2, "max_context": 2, "max_rounds_in_flight": 1}
+        for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}.")
         if self.max_batched_tokens < self.max_slots:
@@ -102,12 +106,27 @@ class SequenceProgress:
     prompt_logprobs: SequenceOf[SampledToken]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a round does for one sequence: compute up to position `end`; a sequence preempted since has left it."""
+
+    sequence: Sequence
+    end: int
+    num_preemptions: int
+
+    @property
+    def has_left(self) -> bool:
+        return self.sequence.num_preemptions != self.num_preemptions
+
+
 @dataclass(slots=True)
 class _Round:
-    """A StepWork in the making, with what is left of the round's limits."""
+    """A StepWork in the making, with what is left of the round's limits, and then the record of what was asked."""
 
     tokens_left: int
     rows_left: int
+    entered: list[Sequence] = field(default_factory=list)
+    parts: dict[int, _Part] = field(default_factory=dict)  # by slot
     table_updates: list[TableUpdate] = field(default_factory=list)
     slot_setups: list[SlotSetup] = field(default_factory=list)
     prefills: list[PrefillRow] = field(default_factory=list)
@@ -118,8 +137,19 @@ class _Round:
     def can_prefill(self) -> bool:
         return self.tokens_left > 0 and self.rows_left > 0
 
+    @property
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.entered
+        yield from (part.sequence for part in self.parts.values())
+
     def work(self) -> StepWork:
         return StepWork(tuple(self.table_updates), tuple(self.slot_setups), tuple(self.prefills), tuple(self.decodes))
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    work: StepWork
+    round: _Round
 
 
 class Scheduler:
@@ -135,8 +165,11 @@ class Scheduler:
     whose names it knows. One whose next page is being computed in the very round (n > 1, equal prompts) is admitted a
     round later, when it can share it; in static waves it computes its own.
 
-    Rounds are serial: schedule, run the work, commit (or abandon), schedule again. add, cancel, finish and expire may
-    come at any moment between. Not thread-safe.
+    Rounds are committed in the order in which they were scheduled. Up to max_rounds_in_flight may be scheduled before
+    the first is committed: a round counts as computed as soon as it is scheduled, and the tokens that it samples as
+    pending until they are known. A sequence that turns out to have ended is in the later rounds for nothing; rounds
+    must run in order, so that what those write into its pages comes before what the pages' next user writes. add,
+    cancel, finish and expire may come at any moment between. Not thread-safe.
 
     Args:
         config: the limits.
@@ -165,7 +198,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_slots))  # a heap: low slots first
         self._num_added = 0
         self._deadlines: list[tuple[float, str]] = []  # a heap
-        self._in_flight: StepWork | None = None
+        self._in_flight: deque[_InFlight] = deque()
 
     @property
     def has_unfinished(self) -> bool:
@@ -249,46 +282,50 @@ class Scheduler:
         self._observer(SequenceFinished(sequence.finished_at, _sequence_id(sequence), reason, len(sequence.output_ids)))
 
     def schedule(self) -> StepWork:
-        """The next round's work; empty when nothing waits or runs."""
-        if self._in_flight is not None:
-            raise RuntimeError("The previous round must be committed or abandoned before the next is scheduled.")
+        """The next round's work; empty when nothing can go on before a round in flight is committed."""
+        if len(self._in_flight) >= self.config.max_rounds_in_flight:
+            raise RuntimeError("The rounds in flight must be committed or abandoned before the next is scheduled.")
         current = _Round(self.config.max_batched_tokens, self.config.max_prefill_rows or self.config.max_slots)
+        for earlier in self._in_flight:
+            current.being_written |= earlier.round.being_written
         if self.config.enable_chunked_prefill:
             self._decode_and_prefill(current)
         else:
             self._prefill_or_decode(current)
-        self._in_flight = current.work()
-        if self._in_flight.is_empty and self.requests:
+        work = current.work()
+        if not work.is_empty:
+            self._in_flight.append(_InFlight(work, current))
+        elif self.requests and not self._in_flight:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished, but none can go on.")
-        return self._in_flight
+        return work
 
     def commit(self, work: StepWork, result: StepResult, now: float | None = None) -> list[SequenceProgress]:
-        """Record what the round gave; sequences that ended by token or length, or failed, are released.
+        """Record what the oldest round in flight gave; sequences that ended by it, or failed, are released.
 
-        Sequences cancelled since `schedule` are passed over. `now` is the time of the tokens, None for the clock's.
+        Sequences that have ended since `schedule` are passed over. `now` is the time of the tokens, None for the
+        clock's.
         """
-        self._land(work)
+        parts = self._land(work)
         now = self._clock() if now is None else now
         progress = []
         for slot in work.decodes:
-            sequence = self._slots[slot]
-            if sequence is not None:
-                token = self._record(sequence, slot, 1, True, result, now)
-                progress.append(SequenceProgress(sequence, token, ()))
+            part = parts[slot]
+            if part.sequence.finish_reason is None:
+                token = self._record(part, slot, True, result, now)
+                progress.append(SequenceProgress(part.sequence, token, ()))
         for row in work.prefills:
-            sequence = self._slots[row.slot]
-            if sequence is not None:
-                entries = self._new_entries(sequence, row, result.prompt_logprobs.get(row.slot, ()))
-                token = self._record(sequence, row.slot, len(row.token_ids), row.sample, result, now)
-                progress.append(SequenceProgress(sequence, token, entries))
+            part = parts[row.slot]
+            if part.sequence.finish_reason is None:
+                entries = self._new_entries(part.sequence, row, result.prompt_logprobs.get(row.slot, ()))
+                token = self._record(part, row.slot, row.sample, result, now)
+                progress.append(SequenceProgress(part.sequence, token, entries))
         return progress
 
-    def abandon(self, work: StepWork) -> list[Request]:
-        """Give up a round that failed: the requests it worked on are cancelled and returned, the others go on."""
-        self._land(work)
-        slots = (*work.decodes, *(row.slot for row in work.prefills), *(setup.slot for setup in work.slot_setups))
-        owners = [self._slots[slot] for slot in slots]
-        lost = list(dict.fromkeys(sequence.request for sequence in owners if sequence is not None))
+    def abandon(self) -> list[Request]:
+        """Give up the rounds in flight: the requests they worked on are cancelled and returned, the others go on."""
+        sequences = [sequence for flight in self._in_flight for sequence in flight.round.sequences]
+        self._in_flight.clear()
+        lost = list(dict.fromkeys(sequence.request for sequence in sequences if sequence.finish_reason is None))
         for request in lost:
             self.cancel(request.request_id)
         return lost
@@ -303,7 +340,7 @@ class Scheduler:
         torn = dict.fromkeys(torn)
         lost = dict.fromkeys(sequence.request for sequence in torn)
         for request in self.requests.values():
-            if any(sequence.slot is not None or sequence.pages for sequence in request.sequences):
+            if any(s.slot is not None or s.pages or s.num_pending for s in request.sequences):
                 lost[request] = None
         ended = [s for request in lost for s in request.sequences if s.finish_reason is None]
         now = self._clock()
@@ -314,10 +351,11 @@ class Scheduler:
             self._observer(SequenceFinished(now, _sequence_id(sequence), "abort", len(sequence.output_ids)))
 
     def owners(self, work: StepWork) -> dict[int, SequenceId]:
-        """Slot -> sequence for every slot that the round works on, without sequences that have ended since."""
-        slots = (*work.decodes, *(row.slot for row in work.prefills))
-        owned = ((slot, self._slots[slot]) for slot in slots)
-        return {slot: _sequence_id(sequence) for slot, sequence in owned if sequence is not None}
+        """Slot -> sequence for every slot that a round in flight works on, without sequences that have ended since."""
+        parts = next((flight.round.parts for flight in self._in_flight if flight.work is work), {})
+        return {
+            slot: _sequence_id(part.sequence) for slot, part in parts.items() if part.sequence.finish_reason is None
+        }
 
     def check_integrity(self) -> None:
         """RuntimeError unless pages, names, slots and queues agree with the sequences; for tests and debugging."""
@@ -337,6 +375,7 @@ class Scheduler:
             raise RuntimeError("A waiting sequence holds a page or a slot.")
         self._check_queues()
         self._check_names()
+        self._check_pending()
         if self.config.reserve_full and self.reserved_pages > self.pool.free_pages:
             raise RuntimeError(f"{self.reserved_pages} pages are reserved, but {self.pool.free_pages} free.")
 
@@ -365,6 +404,17 @@ class Scheduler:
                     raise RuntimeError(f"Page {page} has the name of another.")
             if any(self.pool.name_of(page) is not None for page in sequence.pages[sequence.num_named :]):
                 raise RuntimeError("A page that is still written can be found by others.")
+
+    def _check_pending(self) -> None:
+        pending: dict[Sequence, int] = {}
+        for flight in self._in_flight:
+            sampling = {*flight.work.decodes, *(row.slot for row in flight.work.prefills if row.sample)}
+            for slot in sampling:
+                sequence = flight.round.parts[slot].sequence
+                pending[sequence] = pending.get(sequence, 0) + 1
+        for sequence in (*self.waiting, *self.running):
+            if sequence.num_pending != pending.get(sequence, 0):
+                raise RuntimeError("A sequence waits for a token that no round in flight samples, or for too few.")
 
     # Admission
 
@@ -405,6 +455,8 @@ class Scheduler:
         static = self.config.mode == "static"
         while self.waiting and self._free_slots and (current.can_prefill or static):
             sequence = self.waiting[0]
+            if sequence.num_pending:
+                return  # preempted, and its last token is not known yet
             names = self._sharable(sequence)
             prefix = self.pool.find(names)
             if not static and not current.being_written.isdisjoint(names[len(prefix) : len(prefix) + 1]):
@@ -439,6 +491,7 @@ class Scheduler:
         slot = heapq.heappop(self._free_slots)
         self._slots[slot] = sequence
         sequence.slot = slot
+        current.entered.append(sequence)
         insort(self.running, sequence, key=_rank)
         self.pool.retain(prefix)
         sequence.pages = prefix
@@ -460,7 +513,7 @@ class Scheduler:
     def _decode_and_prefill(self, current: _Round) -> None:
         admitting = self.config.mode == "continuous" or not self.running
         # Decodes come first in the budget, but pages go by rank: whoever loses its pages has no work yet in this round.
-        current.tokens_left -= sum(sequence.decoding for sequence in self.running)
+        current.tokens_left -= sum(map(_may_decode, self.running))
         self._work_through(current, decodes=True, prefills=True)
         if admitting:
             self._admit(current)
@@ -477,7 +530,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):  # it loses sequences at its end while pages are short
             sequence = self.running[index]
-            if sequence.decoding and decodes:
+            if decodes and _may_decode(sequence):
                 self._decode(sequence, current)
             elif prefills and not sequence.decoding:
                 self._prefill(sequence, current)
@@ -486,7 +539,9 @@ class Scheduler:
     def _decode(self, sequence: Sequence, current: _Round) -> None:
         end = sequence.num_cached + 1
         if self._take_pages(sequence, end) == end:
-            current.decodes.append(self._show_pages(sequence, current))
+            slot = self._show_pages(sequence, current)
+            current.decodes.append(slot)
+            self._advance(sequence, slot, end, True, current)
 
     def _prefill(self, sequence: Sequence, current: _Round) -> None:
         """Compute as many of the known tokens as the round has room for."""
@@ -508,8 +563,17 @@ class Scheduler:
         current.being_written.update(sequence.page_hashes[start // size + 1 : end // size + 1])
         current.tokens_left -= end - start
         current.rows_left -= 1
+        self._advance(sequence, slot, end, ends_known, current)
         if sequence.scheduled_at is None:
             sequence.scheduled_at = self._clock()
+
+    def _advance(self, sequence: Sequence, slot: int, end: int, sampled: bool, current: _Round) -> None:
+        """Count the positions before `end` as computed and the token sampled after them, if any, as on its way."""
+        current.parts[slot] = _Part(sequence, end, sequence.num_preemptions)
+        sequence.num_cached = end
+        if sampled:
+            sequence.decoding = True
+            sequence.num_pending += 1
 
     def _may_cut(self, tokens: int) -> bool:
         """Whether that many tokens may be computed in pieces: a sequence computed again may not fit a round whole."""
@@ -552,37 +616,37 @@ class Scheduler:
 
     # After the round
 
-    def _land(self, work: StepWork) -> None:
-        if work is not self._in_flight:
-            raise RuntimeError("Only the round that was scheduled last can be committed or abandoned.")
-        self._in_flight = None
+    def _land(self, work: StepWork) -> dict[int, _Part]:
+        if work.is_empty:
+            return {}
+        if not self._in_flight or work is not self._in_flight[0].work:
+            raise RuntimeError("Only the oldest round in flight can be committed.")
+        return self._in_flight.popleft().round.parts
 
-    def _record(
-        self, sequence: Sequence, slot: int, count: int, sampled: bool, result: StepResult, now: float
-    ) -> SampledToken | None:
-        """Count `count` positions as cached and take the token sampled after them, if any."""
+    def _record(self, part: _Part, slot: int, sampled: bool, result: StepResult, now: float) -> SampledToken | None:
+        """Take the token sampled at the end of the part, if any, and offer the pages that it filled to others."""
+        sequence = part.sequence
+        sequence.num_pending -= sampled
         if slot in result.failed:
-            self.pool.forget(sequence.pages)
+            self.pool.forget(self.pool.find(sequence.page_hashes[1:]) if part.has_left else sequence.pages)
             self.finish(sequence, "abort", NON_FINITE)
             return None
-        sequence.num_cached += count
-        if sequence.page_hashes and sequence.num_cached // self.config.page_size > sequence.num_named:
-            self._name_pages(sequence)
+        if sequence.page_hashes and not part.has_left and part.end // self.config.page_size > sequence.num_named:
+            self._name_pages(sequence, part.end)
         if not sampled:
             return None
         token = result.sampled[slot]
-        sequence.decoding = True
         self._append(sequence, token, now)
         return token
 
-    def _name_pages(self, sequence: Sequence) -> None:
-        """Offer the pages that became full to sequences to come."""
+    def _name_pages(self, sequence: Sequence, end: int) -> None:
+        """Offer the pages that became full, up to position `end`, to sequences to come."""
         size, hashes = self.config.page_size, sequence.page_hashes
-        for column in range(sequence.num_named, sequence.num_cached // size):
+        for column in range(sequence.num_named, end // size):
             if column + 1 == len(hashes):
                 hashes.append(page_hash(hashes[column], sequence.known_ids(column * size, (column + 1) * size)))
             self.pool.register(sequence.pages[column], hashes[column + 1])
-        sequence.num_named = sequence.num_cached // size
+        sequence.num_named = end // size
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         sequence.output_ids.append(token.id)
@@ -603,7 +667,7 @@ class Scheduler:
 
     def _rebuild(self) -> None:
         """Queues, slots and pages for the sequences that have not ended, all of them waiting."""
-        self._in_flight = None
+        self._in_flight.clear()
         self.pool.reset()
         self._slots = [None] * self.config.max_slots
         self._free_slots = list(range(self.config.max_slots))
@@ -611,7 +675,7 @@ class Scheduler:
         sequences = [sequence for request in self.requests.values() for sequence in request.sequences]
         for sequence in sequences:
             sequence.pages, sequence.slot, sequence.decoding = [], None, False
-            sequence.num_cached = sequence.num_shown = sequence.num_named = 0
+            sequence.num_cached = sequence.num_shown = sequence.num_named = sequence.num_pending = 0
         self.waiting = sorted((s for s in sequences if s.finish_reason is None), key=_rank)
         for request in self.requests.values():
             request.num_unfinished = sum(sequence.finish_reason is None for sequence in request.sequences)
@@ -634,6 +698,11 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.rank
+
+
+def _may_decode(sequence: Sequence) -> bool:
+    """Whether it has a token to feed back and, whatever the pending ones turn out to be, may sample another."""
+    return sequence.decoding and len(sequence.output_ids) + sequence.num_pending < sequence.request.max_new_tokens
 
 
 def _sequence_id(sequence: Sequence) -> SequenceId:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jaxinfer.core.observer import Observer, RoundFinished
+from jaxinfer.core.observer import Observer, PoolUsage, RoundFinished
 from jaxinfer.core.request import Request, RequestRefused
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig
@@ -46,6 +47,19 @@ class _Clock:
         return self.now
 
 
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """A round on the device: see RoundFinished."""
+
+    work: StepWork
+    scheduled: float
+    start: float
+    end: float
+    waiting: int
+    running: int
+    pages: PoolUsage
+
+
 class Simulator:
     """Serves workloads one after the other; what is cached stays between them.
 
@@ -62,6 +76,8 @@ class Simulator:
         self._clock = _Clock(start)
         self._step_seconds = step_seconds
         self._observer = observer
+        self._on_device: deque[_Dispatched] = deque()
+        self._device_free_at = start
         self.scheduler = Scheduler(config, self._clock, observer)
 
     def run(self, workload: Workload) -> tuple[str, ...]:
@@ -82,18 +98,43 @@ class Simulator:
                 return tuple(refused)
 
     def _round(self) -> None:
-        scheduler, start = self.scheduler, self._clock.now
-        work = scheduler.schedule()
-        waiting, running, pages = len(scheduler.waiting), len(scheduler.running), scheduler.pool.usage
-        self._clock.now = end = start + self._step_seconds(self._shape(work))
-        owners = scheduler.owners(work)
-        slots = (*work.decodes, *(row.slot for row in work.prefills if row.sample))
-        scheduler.commit(work, StepResult({slot: SampledToken(_ANY_TOKEN) for slot in slots}), end)
-        self._observer(RoundFinished(start, start, end, end, work, owners, waiting, running, pages))
+        """Run one round to its end, as the engine's step does."""
+        scheduler = self.scheduler
+        while len(self._on_device) < scheduler.config.max_rounds_in_flight:
+            work = scheduler.schedule()
+            if work.is_empty:
+                break
+            self._on_device.append(self._dispatch(work))
+        done = self._on_device.popleft()
+        self._clock.now = end = done.end
+        owners = scheduler.owners(done.work)
+        slots = (*done.work.decodes, *(row.slot for row in done.work.prefills if row.sample))
+        scheduler.commit(done.work, StepResult({slot: SampledToken(_ANY_TOKEN) for slot in slots}), end)
+        self._observer(
+            RoundFinished(
+                done.scheduled,
+                done.scheduled,
+                done.start,
+                end,
+                end,
+                done.work,
+                owners,
+                done.waiting,
+                done.running,
+                done.pages,
+            )
+        )
+
+    def _dispatch(self, work: StepWork) -> _Dispatched:
+        scheduler, now = self.scheduler, self._clock.now
+        start = max(now, self._device_free_at)
+        self._device_free_at = end = start + self._step_seconds(self._shape(work))
+        waiting, running = len(scheduler.waiting), len(scheduler.running)
+        return _Dispatched(work, now, start, end, waiting, running, scheduler.pool.usage)
 
     def _shape(self, work: StepWork) -> RoundShape:
         decoding = set(work.decodes)
-        contexts = (sequence.num_cached for sequence in self.scheduler.running if sequence.slot in decoding)
+        contexts = (sequence.num_cached - 1 for sequence in self.scheduler.running if sequence.slot in decoding)
         prefills = ((row.start, len(row.token_ids)) for row in work.prefills)
         return RoundShape(tuple(contexts), tuple(prefills))
 

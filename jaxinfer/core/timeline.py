@@ -106,6 +106,7 @@ class RoundTimeline:
     """
 
     host_start: float
+    dispatched: float
     start: float
     end: float
     host_end: float
@@ -118,13 +119,13 @@ class RoundTimeline:
 
     @property
     def device_s(self) -> float:
-        """From handing the work to the device until its tokens were back."""
+        """From the device's beginning of the round until its tokens were back."""
         return self.end - self.start
 
     @property
     def host_s(self) -> float:
-        """Scheduling before and making outputs after."""
-        return (self.start - self.host_start) + (self.host_end - self.end)
+        """Scheduling and handing over before, making outputs after; hidden behind the device in part or whole."""
+        return (self.dispatched - self.host_start) + (self.host_end - self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,7 @@ class TimelineRecorder:
         self._rounds.append(
             RoundTimeline(
                 host_start=event.host_start,
+                dispatched=event.dispatched,
                 start=event.start,
                 end=event.end,
                 host_end=event.host_end,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from jaxinfer.core.observer import Observer, RoundFinished, unobserved
+from jaxinfer.core.observer import Observer, PoolUsage, RoundFinished, unobserved
 from jaxinfer.core.request import SEED_RANGE, Request, Sequence
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, SequenceProgress
@@ -40,21 +42,43 @@ class Limits(Protocol):
     def vocab_size(self) -> int: ...  # noqa: D102
 
 
+class PendingResult(Protocol):
+    """What a round on the device will give."""
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        ...
+
+
 class Runner(Protocol):
-    """Executes rounds on the device."""
+    """Executes rounds on the device, in the order in which they are dispatched."""
 
     @property
     def limits(self) -> Limits:
         """What it was built for."""
         ...
 
-    def execute(self, work: StepWork, /) -> StepResult:
-        """Run one round and wait for its result."""
+    def dispatch(self, work: StepWork, /) -> PendingResult:
+        """Hand one round to the device and go on."""
         ...
 
     def recover(self) -> bool:
-        """Become usable again after an exception out of `execute`; True if what was cached is lost."""
+        """Become usable again after an exception out of a round; True if what was cached is lost."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """A round on the device, and what its RoundFinished will need."""
+
+    work: StepWork
+    pending: PendingResult
+    host_start: float
+    start: float
+    dispatched: float
+    waiting: int
+    running: int
+    pages: PoolUsage
 
 
 class Engine:
@@ -62,17 +86,22 @@ class Engine:
 
     `add_request` queues, `step` runs one round and returns what is new, `abort` ends a request at any moment. A mistake
     in a request is a ValueError from `add_request` and disturbs no other request. If a round fails or is interrupted,
-    `step` raises, the requests in that round end with reason "abort" (their outputs come with the next `step`) and the
-    others go on; if the cache was lost with it, every request that had begun ends so. In the main thread Ctrl-C waits
-    for the end of the round and ends no request; a second one interrupts the round. A sequence whose logits are not
-    finite numbers ends alone, with reason "abort" and stop_reason NON_FINITE. Not thread-safe: call it from one thread,
-    or from one at a time.
+    `step` raises, the requests in the rounds on the device end with reason "abort" (their outputs come with the next
+    `step`) and the others go on; if the cache was lost with it, every request that had begun ends so. In the main
+    thread Ctrl-C waits for the end of the round and ends no request; a second one interrupts the round. A sequence
+    whose logits are not finite numbers ends alone, with reason "abort" and stop_reason NON_FINITE. Not thread-safe:
+    call it from one thread, or from one at a time.
+
+    With `async_scheduling` the next round is on the device before the host reads the tokens of the last (sampled tokens
+    stay there to be fed back), so that the device does not wait for the host. Outputs are the same; a sequence that
+    turns out to have ended has one position computed for nothing, and a new request waits for one round more.
 
     Args:
         runner: executes rounds.
         tokenizer: the model's tokenizer.
         mode: "continuous" batching or "static" waves.
         policy, enable_prefix_caching, enable_chunked_prefill, reserve_full: see SchedulerConfig.
+        async_scheduling: run one round ahead.
         model_version: names model, weights and adapter for the prefix cache.
         seed: makes the random streams of requests without a seed of their own repeatable.
         clock: seconds; arrivals are given and metrics measured in it.
@@ -89,6 +118,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         reserve_full: bool = False,
+        async_scheduling: bool = True,
         model_version: str = "",
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,6 +137,7 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             reserve_full=reserve_full,
+            max_rounds_in_flight=2 if async_scheduling else 1,
         )
         self.runner = runner
         self.tokenizer = tokenizer
@@ -119,6 +150,8 @@ class Engine:
         self._token_text = lru_cache(_TOKEN_TEXTS_KEPT)(lambda token_id: tokenizer.decode([token_id], False))
         self._states: dict[str, RequestState] = {}
         self._undelivered: list[RequestOutput] = []
+        self._on_device: deque[_Dispatched] = deque()
+        self._device_free_at = clock()
         self._torn = False  # whether a failed round still has to be cleared away
 
     @property
@@ -178,7 +211,7 @@ class Engine:
             self._states[request_id] = state
 
     def step(self) -> list[RequestOutput]:
-        """Run one round; outputs of the requests it brought forward."""
+        """Run one round to its end; outputs of the requests it brought forward."""
         # Outputs are kept until nothing can fail any more, so that an exception loses none.
         with interrupts_held():
             self._finish_recovery()
@@ -198,39 +231,74 @@ class Engine:
 
     def _run_round(self) -> RoundFinished | None:
         scheduler = self.scheduler
-        work: StepWork | None = None  # a round that was scheduled and is not recorded, not even by half
         recording: list[Sequence] = []
+        changing = True  # whether an exception would come in the middle of the scheduler's own changes
         try:
             for request in scheduler.expire():
                 self._deliver_abort(request.request_id)
-            if not scheduler.has_unfinished:
+            while scheduler.has_unfinished and len(self._on_device) < scheduler.config.max_rounds_in_flight:
+                host_start = self._clock()
+                work = scheduler.schedule()
+                if work.is_empty:
+                    break
+                changing = False
+                self._on_device.append(self._dispatch(work, host_start))
+                changing = True
+            if not self._on_device:
                 return None
-            host_start = self._clock()
-            work = scheduled = scheduler.schedule()
-            waiting, running, pages = len(scheduler.waiting), len(scheduler.running), scheduler.pool.usage
-            start = self._clock()
-            result = self.runner.execute(scheduled)
+            changing = False
+            done = self._on_device[0]
+            result, owners = done.pending.result(), scheduler.owners(done.work)
             end = self._clock()
-            owners = scheduler.owners(scheduled)
-            recording, work = scheduler.running.copy(), None
-            self._postprocess(scheduler.commit(scheduled, result, end))
+            recording, changing = scheduler.running.copy(), True
+            self._on_device.popleft()
+            self._postprocess(scheduler.commit(done.work, result, end))
+            self._drop_idle_rounds()
         except BaseException:
-            self._recover(work, recording)
+            self._recover(changing, recording)
             raise
-        return RoundFinished(host_start, start, end, self._clock(), scheduled, owners, waiting, running, pages)
+        start, self._device_free_at = max(done.start, self._device_free_at), end
+        return RoundFinished(
+            done.host_start,
+            done.dispatched,
+            start,
+            end,
+            self._clock(),
+            done.work,
+            owners,
+            done.waiting,
+            done.running,
+            done.pages,
+        )
+
+    def _dispatch(self, work: StepWork, host_start: float) -> _Dispatched:
+        scheduler, start = self.scheduler, self._clock()
+        pending = self.runner.dispatch(work)
+        waiting, running, pages = len(scheduler.waiting), len(scheduler.running), scheduler.pool.usage
+        return _Dispatched(work, pending, host_start, start, self._clock(), waiting, running, pages)
+
+    def _drop_idle_rounds(self) -> None:
+        """Once every request has ended, what is still on the device was computed for nothing: do not wait for it."""
+        while self._on_device and not self.scheduler.has_unfinished:
+            self.scheduler.commit(self._on_device.popleft().work, StepResult({}))
 
     def _finish_recovery(self) -> None:
         if self._torn:  # an exception came while an earlier one was dealt with
-            self._recover(None, ())
+            self._recover(True, ())
 
-    def _recover(self, work: StepWork | None, recording: Iterable[Sequence]) -> None:
-        """Clear away a failed round; work: None if it failed in the middle of the scheduler's own changes."""
+    def _recover(self, changing: bool, recording: Iterable[Sequence]) -> None:
+        """Clear away the rounds on the device after a failure.
+
+        changing: whether it came in the middle of the scheduler's own changes. recording: the sequences whose part in a
+        round may have been recorded by half.
+        """
         self._torn = True
+        self._on_device.clear()
         cache_lost = self.runner.recover()
-        if work is None or cache_lost:
+        if changing or cache_lost:
             self.scheduler.reset(recording)
         else:
-            self.scheduler.abandon(work)
+            self.scheduler.abandon()
         for request_id in [name for name in self._states if name not in self.scheduler.requests]:
             self._deliver_abort(request_id)
         self._torn = False

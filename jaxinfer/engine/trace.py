@@ -50,7 +50,7 @@ def _round_events(round_: RoundTimeline, begin: float) -> Iterator[dict[str, Any
     }
     name = "decode" if not round_.prefill_rows else "prefill" if not round_.decodes else "decode + prefill"
     yield _span(_DEVICE, name, round_.start, round_.end, begin, work)
-    yield _span(_HOST, "schedule", round_.host_start, round_.start, begin, {})
+    yield _span(_HOST, "schedule", round_.host_start, round_.dispatched, begin, {})
     yield _span(_HOST, "outputs", round_.end, round_.host_end, begin, {})
     counters = {
         "pages": round_.pages._asdict(),

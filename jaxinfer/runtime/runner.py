@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
+from jaxinfer.core.step import PrefillRow, SlotSetup, StepResult, StepWork, TableUpdate
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime import programs as compiled
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
+from jaxinfer.runtime.pending import PendingStep, SampledBatch, ScoredPart
 from jaxinfer.runtime.programs import Programs, Progress
 from jaxinfer.runtime.state import PrefillBatch, TableUpdates, init_state
 from jaxinfer.runtime.steps import Params
@@ -70,25 +71,28 @@ class Runner:
         self._logprobs: dict[int, int] = {}
 
     def execute(self, work: StepWork) -> StepResult:
-        """Run one round: table updates and slot setups, decodes, prefills, then sampling of both."""
+        """Run one round and wait for its result."""
+        return self.dispatch(work).result()
+
+    def dispatch(self, work: StepWork) -> PendingStep:
+        """Hand one round to the device: table updates and slot setups, decodes, prefills, then sampling of both.
+
+        Returns without waiting; rounds run in the order in which they are dispatched.
+        """
         self._set_up(work.slot_setups)
         prefilled = {row.slot for row in work.prefills}
         decode_updates = [update for update in work.table_updates if update.slot not in prefilled]
         prefill_updates = [update for update in work.table_updates if update.slot in prefilled]
-        sampled: dict[int, SampledToken] = {}
-        prompt_logprobs: dict[int, list[SampledToken]] = {}
-        # Both are dispatched before either is waited for.
-        decoded = self._decode(work.decodes, decode_updates) if work.decodes else None
-        failed: set[int] = set()
+        batches: list[SampledBatch] = []
+        scores: dict[int, list[ScoredPart]] = {}
+        if work.decodes:
+            batches.append(self._batch(self._decode(work.decodes, decode_updates), work.decodes, work.decodes))
         if work.prefills:
             choice, hidden = self._prefill(work.prefills, prefill_updates)
-            prompt_logprobs = self._score(work.prefills, hidden)
-            sampled |= self._read(choice, [row.slot if row.sample else None for row in work.prefills])
-            failed |= _false_slots(choice.finite, [row.slot for row in work.prefills])
-        if decoded is not None:
-            sampled |= self._read(decoded, work.decodes)
-            failed |= _false_slots(decoded.finite, work.decodes)
-        return StepResult(sampled, prompt_logprobs, frozenset(failed))
+            scores = self._score(work.prefills, hidden)
+            slots = [row.slot for row in work.prefills]
+            batches.append(self._batch(choice, slots, [row.slot for row in work.prefills if row.sample]))
+        return PendingStep(tuple(batches), scores)
 
     def recover(self) -> bool:
         """Make the runner usable after `execute` was left by an exception; True if the cache was lost and is empty now.
@@ -164,42 +168,35 @@ class Runner:
 
     # --- results -----------------------------------------------------------------------------------------------------
 
-    def _read(self, choice: sampler.Sampled, slots: Sequence[int | None]) -> dict[int, SampledToken]:
-        """The tokens of the rows, by slot; a slot of None is passed over."""
-        ids = np.asarray(choice.ids)
-        if not any(slot in self._logprobs for slot in slots):
-            return {slot: SampledToken(int(ids[row])) for row, slot in enumerate(slots) if slot is not None}
-        entries = _Entries(choice)
-        return {
-            slot: entries.token(row, self._logprobs[slot]) if slot in self._logprobs else SampledToken(int(ids[row]))
-            for row, slot in enumerate(slots)
-            if slot is not None
-        }
+    def _batch(self, choice: sampler.Sampled, slots: Sequence[int], sampling: Iterable[int]) -> SampledBatch:
+        wanted = {slot: self._logprobs[slot] for slot in slots if slot in self._logprobs}
+        for array in (choice.ids, choice.finite):
+            array.copy_to_host_async()
+        return SampledBatch(choice, tuple(slots), frozenset(sampling), wanted)
 
-    def _score(self, prefills: Sequence[PrefillRow], hidden: jax.Array) -> dict[int, list[SampledToken]]:
+    def _score(self, prefills: Sequence[PrefillRow], hidden: jax.Array) -> dict[int, list[ScoredPart]]:
         """Log probabilities of the prompt tokens of the rows that ask for them, by slot."""
-        scores: dict[int, list[SampledToken]] = {}
+        scores: dict[int, list[ScoredPart]] = {}
         begin = 0
         for row in prefills:
             if row.prompt_logprobs is not None:
                 targets = row.token_ids[1:] if row.next_token is None else (*row.token_ids[1:], row.next_token)
-                scores[row.slot] = self._score_row(hidden, begin, targets, row.prompt_logprobs)
+                scores[row.slot] = list(self._score_row(hidden, begin, targets, row.prompt_logprobs))
             begin += len(row.token_ids)
         return scores
 
-    def _score_row(self, hidden: jax.Array, begin: int, targets: Sequence[int], count: int) -> list[SampledToken]:
-        scored: list[SampledToken] = []
-        for first in range(0, len(targets), compiled.SCORED_PER_CALL):
-            some = targets[first : first + compiled.SCORED_PER_CALL]
+    def _score_row(self, hidden: jax.Array, begin: int, targets: Sequence[int], count: int) -> Iterator[ScoredPart]:
+        done = 0
+        while done < len(targets):
             # The device slides a slice that would reach past the end back to fit; so does this.
-            start = min(begin + first, hidden.shape[0] - compiled.SCORED_PER_CALL)
-            skipped = begin + first - start
-            some = some[: compiled.SCORED_PER_CALL - skipped]
+            start = min(begin + done, hidden.shape[0] - compiled.SCORED_PER_CALL)
+            skipped = begin + done - start
+            some = targets[done : done + compiled.SCORED_PER_CALL - skipped]
             padded = np.zeros(compiled.SCORED_PER_CALL, np.int32)
             padded[skipped : skipped + len(some)] = some
-            entries = _Entries(self.programs.score(self.params, hidden, np.int32(start), padded))
-            scored += [entries.token(skipped + index, count) for index in range(len(some))]
-        return scored
+            choice = self.programs.score(self.params, hidden, np.int32(start), padded)
+            yield ScoredPart(choice, range(skipped, skipped + len(some)), count)
+            done += len(some)
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
@@ -236,11 +233,6 @@ def _readable(arrays: Sequence[jax.Array]) -> bool:
     except Exception:  # whatever a device reports: the arrays are lost
         return False
     return True
-
-
-def _false_slots(flags: jax.Array, slots: Sequence[int]) -> set[int]:
-    """The slots, one per leading row of flags bool[R], whose flag is not set."""
-    return {slot for slot, flag in zip(slots, np.asarray(flags).tolist(), strict=False) if not flag}
 
 
 _Fact = tuple[int, int, int, int, float]
@@ -299,17 +291,3 @@ def _representable(temperature: float) -> float:
     """Inside the range of float32: a temperature above 0 must not become 0 or infinite there."""
     limits = np.finfo(np.float32)
     return min(max(temperature, float(limits.tiny)), float(limits.max)) if temperature > 0 else temperature
-
-
-class _Entries:
-    """Log probabilities of some rows, copied to the host."""
-
-    def __init__(self, choice: sampler.Sampled) -> None:
-        arrays = (choice.ids, choice.logprobs, choice.ranks, choice.top_ids, choice.top_logprobs)
-        self._ids, self._logprobs, self._ranks, self._top_ids, self._top_logprobs = map(np.asarray, arrays)
-
-    def token(self, row: int, count: int) -> SampledToken:
-        """Row `row` with its `count` most likely tokens."""
-        ids, logprobs = self._top_ids[row, :count].tolist(), self._top_logprobs[row, :count].tolist()
-        top = tuple(zip(ids, logprobs, strict=True))
-        return SampledToken(int(self._ids[row]), float(self._logprobs[row]), top, int(self._ranks[row]))

@@ -138,9 +138,9 @@ def test_rounds_are_serial():
     work = scheduler.schedule()
     with pytest.raises(RuntimeError, match="must be committed or abandoned"):
         scheduler.schedule()
-    scheduler.abandon(work)
+    scheduler.abandon()
     assert not scheduler.has_unfinished
-    with pytest.raises(RuntimeError, match="scheduled last"):
+    with pytest.raises(RuntimeError, match="oldest round"):
         scheduler.commit(work, StepResult({}))
 
 

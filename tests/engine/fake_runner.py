@@ -85,6 +85,16 @@ class _Slot:
     sampled: int = 0
 
 
+@dataclass(frozen=True)
+class Done:
+    """The result of a round that a runner computed when it was dispatched."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
 class FakeRunner:
     def __init__(self, limits: FakeLimits | None = None, hook: Callable[[StepWork], None] | None = None) -> None:
         self.limits = limits or FakeLimits()
@@ -96,6 +106,9 @@ class FakeRunner:
         self._pages = [[NEVER_WRITTEN] * self.limits.page_size for _ in range(self.limits.num_pages)]
         self._slots: dict[int, _Slot] = {}
         self.cache_lost = False
+
+    def dispatch(self, work: StepWork) -> Done:
+        return Done(self.execute(work))
 
     def execute(self, work: StepWork) -> StepResult:
         self.history.append(work)

@@ -113,7 +113,7 @@ def test_an_interrupt_before_any_line_of_a_round_leaves_a_working_engine(rounds,
 
 def test_an_interrupt_before_the_device_ends_only_the_requests_of_the_round():
     def interrupt(work):
-        if len(runner.history) == 3:
+        if len(runner.history) == 4:
             raise KeyboardInterrupt
 
     runner = FakeRunner(LIMITS, interrupt)
@@ -127,11 +127,11 @@ def test_an_interrupt_before_the_device_ends_only_the_requests_of_the_round():
 
 
 class LosingRunner(FakeRunner):
-    """Its third round fails after it changed the cache, which is lost."""
+    """Its fourth round fails after it changed the cache, which is lost."""
 
     def execute(self, work):
         result = super().execute(work)
-        if len(self.history) == 3:
+        if len(self.history) == 4:
             self.cache_lost = True
             raise OSError("the device is gone")
         return result
@@ -168,7 +168,7 @@ def test_an_interrupted_recovery_is_done_again():
 
 def test_ctrl_c_waits_for_the_round_and_loses_no_output():
     def press(work):
-        if len(runner.history) == 3:
+        if len(runner.history) == 4:
             signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -185,7 +185,7 @@ def test_ctrl_c_waits_for_the_round_and_loses_no_output():
 
 def test_a_second_ctrl_c_interrupts_the_round():
     def press(work):
-        if len(runner.history) == 3:
+        if len(runner.history) == 4:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 

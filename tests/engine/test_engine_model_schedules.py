@@ -61,7 +61,7 @@ class PartOf:
     def __init__(self, runner: Any, **fewer: int) -> None:
         own = {field.name: getattr(runner.limits, field.name) for field in dataclasses.fields(Limits)}
         self.limits = Limits(**(own | fewer))
-        self.execute = runner.execute
+        self.dispatch, self.recover = runner.dispatch, runner.recover
 
 
 def random_request(numbers: np.random.Generator, shared: list[int]) -> tuple[list[int], SamplingParams]:
@@ -108,6 +108,7 @@ def random_engine(runner: Any, numbers: np.random.Generator) -> Engine:
         mode="static" if numbers.random() < 0.2 else "continuous",
         policy="priority" if numbers.random() < 0.5 else "fcfs",
         enable_prefix_caching=bool(numbers.random() < 0.8),
+        async_scheduling=bool(numbers.random() < 0.7),
         reserve_full=bool(numbers.random() < 0.1),
     )
 

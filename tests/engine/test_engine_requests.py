@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import EOS_IDS, VOCAB_SIZE, FakeLimits, FakeRunner, FakeTokenizer, log_softmax, logits
+from fake_runner import EOS_IDS, VOCAB_SIZE, Done, FakeLimits, FakeRunner, FakeTokenizer, log_softmax, logits
 
 from jaxinfer.core.observer import RoundFinished
 from jaxinfer.core.sampling_params import SamplingParams
@@ -19,14 +19,15 @@ class ScriptedRunner:
         self.tokens = tokens
         self._said = dict.fromkeys(range(self.limits.max_slots), 0)
 
-    def execute(self, work):
+    def dispatch(self, work):
         for setup in work.slot_setups:
             self._said[setup.slot] = 0
         sampled = {}
         for slot in (*work.decodes, *(row.slot for row in work.prefills if row.sample)):
-            sampled[slot] = SampledToken(self.tokens[self._said[slot]])
+            said = self._said[slot]
+            sampled[slot] = SampledToken(self.tokens[said] if said < len(self.tokens) else 3)
             self._said[slot] += 1
-        return StepResult(sampled)
+        return Done(StepResult(sampled))
 
 
 class WordTokenizer(FakeTokenizer):
@@ -219,7 +220,7 @@ def test_abort_delivers_text_held_back_for_a_stop_string():
 
 def test_failed_round_ends_its_requests_and_the_waiting_go_on():
     def fail_once(work):
-        if len(runner.history) == 2:
+        if len(runner.history) == 3:
             raise OSError("the device is gone")
 
     runner = FakeRunner(FakeLimits(max_slots=1), fail_once)
@@ -307,7 +308,8 @@ def test_metrics_follow_the_clock():
     def pass_a_second(work):
         clock.now += 1
 
-    engine = Engine(FakeRunner(FakeLimits(max_slots=1), pass_a_second), FakeTokenizer(), clock=clock)
+    runner = FakeRunner(FakeLimits(max_slots=1), pass_a_second)
+    engine = Engine(runner, FakeTokenizer(), clock=clock, async_scheduling=False)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     engine.add_request("first", "abcd", params, arrival=98.0)
     engine.add_request("second", "abc", SamplingParams(max_tokens=1, ignore_eos=True))
@@ -351,7 +353,8 @@ def test_a_deadline_ends_its_request_with_what_it_has_and_no_other():
     def pass_a_second(work):
         clock.now += 1
 
-    engine = Engine(FakeRunner(FakeLimits(max_slots=1), pass_a_second), FakeTokenizer(), clock=clock)
+    runner = FakeRunner(FakeLimits(max_slots=1), pass_a_second)
+    engine = Engine(runner, FakeTokenizer(), clock=clock, async_scheduling=False)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     engine.add_request("late", "abcd", params, arrival=99.0, timeout_s=4.0)
     engine.add_request("waits", "abcd", params, timeout_s=3.0)

@@ -60,13 +60,14 @@ def schedulings(draw):
         "enable_prefix_caching": draw(st.booleans()),
         "enable_chunked_prefill": draw(st.booleans()),
         "reserve_full": draw(st.sampled_from([False, False, True])),
+        "async_scheduling": draw(st.booleans()),
     }
 
 
 def assert_writes_are_private(scheduler, work):
     """Whatever a round writes to belongs to one sequence, and nobody can find it yet."""
     sequences = {sequence.slot: sequence for sequence in scheduler.running}
-    spans = [(slot, sequences[slot].num_cached, 1) for slot in work.decodes]
+    spans = [(slot, sequences[slot].num_cached - 1, 1) for slot in work.decodes]
     spans += [(row.slot, row.start, len(row.token_ids)) for row in work.prefills]
     for slot, start, count in spans:
         size = scheduler.config.page_size

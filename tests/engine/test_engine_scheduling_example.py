@@ -145,6 +145,7 @@ def on_an_engine(runner: Any, tokenizer: Any, scale: int, mode: Any, chunked: bo
         enable_chunked_prefill=chunked,
         enable_prefix_caching=cache,
         reserve_full=True,
+        async_scheduling=False,  # the table is of rounds that wait for each other
         observer=observe,
     )
     engine.add_request("warm", prompts(scale)["A"][: 4 * scale], SamplingParams(max_tokens=1))

@@ -29,16 +29,35 @@ class Clock:
         self.now += seconds
 
 
+class TimedRunner(FakeRunner):
+    """Each round takes one second, after the round before it; whoever asks for its result sooner waits."""
+
+    def __init__(self, limits: FakeLimits, clock: Clock) -> None:
+        super().__init__(limits)
+        self._clock = clock
+        self._free_at = 0.0
+
+    def dispatch(self, work):
+        done, clock = super().dispatch(work), self._clock
+        self._free_at = end = max(clock.now, self._free_at) + 1.0
+
+        class Later:
+            def result(self):
+                clock.now = max(clock.now, end)
+                return done.result()
+
+        return Later()
+
+
 def served(workload: Workload, limits: FakeLimits, **policies):
     clock, recorder = Clock(), TimelineRecorder()
-    runner = FakeRunner(limits, hook=lambda work: clock.move(1.0))
-    engine = Engine(runner, FakeTokenizer(), clock=clock, observer=recorder, **policies)
+    engine = Engine(TimedRunner(limits, clock), FakeTokenizer(), clock=clock, observer=recorder, **policies)
     refused = serve(engine, workload, clock, clock.move)
     engine.scheduler.check_integrity()
     return recorder.timeline(), refused
 
 
-def simulated(workload: Workload, limits: FakeLimits, **policies):
+def simulated(workload: Workload, limits: FakeLimits, *, async_scheduling: bool, **policies):
     config = SchedulerConfig(
         max_slots=limits.max_slots,
         page_size=limits.page_size,
@@ -46,6 +65,7 @@ def simulated(workload: Workload, limits: FakeLimits, **policies):
         max_context=limits.max_context,
         max_batched_tokens=limits.max_batched_tokens,
         max_prefill_rows=limits.max_prefill_rows,
+        max_rounds_in_flight=2 if async_scheduling else 1,
         **policies,
     )
     recorder = TimelineRecorder()
@@ -69,10 +89,11 @@ def simulated(workload: Workload, limits: FakeLimits, **policies):
     num_pages=st.sampled_from([12, 33]),
     mode=st.sampled_from(["continuous", "static"]),
     reserve_full=st.booleans(),
+    async_scheduling=st.booleans(),
 )
-def test_the_simulator_foretells_the_engine(spec, num_pages, mode, reserve_full):
+def test_the_simulator_foretells_the_engine(spec, num_pages, mode, reserve_full, async_scheduling):
     workload, limits = random_workload(spec, VOCAB_SIZE), FakeLimits(num_pages=num_pages)
-    policies = {"mode": mode, "reserve_full": reserve_full}
+    policies = {"mode": mode, "reserve_full": reserve_full, "async_scheduling": async_scheduling}
     assert served(workload, limits, **policies) == simulated(workload, limits, **policies)
 
 

@@ -31,6 +31,7 @@ def round_of(
 ) -> RoundFinished:
     return RoundFinished(
         host_start=start - HOST,
+        dispatched=start,
         start=start,
         end=end,
         host_end=end + HOST,

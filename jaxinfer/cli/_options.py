@@ -157,6 +157,11 @@ ENGINE_FLAGS = (
         "compute prompts whole, while running sequences wait",
         settings={"action": "store_false", "flag": "no_enable_chunked_prefill"},
     ),
+    Flag(
+        "async_scheduling",
+        "schedule a round only when the last one's tokens are read",
+        settings={"action": "store_false", "flag": "no_async_scheduling"},
+    ),
 )
 """Every field of EngineOptions but `seed`, which is the requests' own here."""
 

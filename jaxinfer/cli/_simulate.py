@@ -68,6 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     engine.add_argument("--mode", default="continuous", choices=("continuous", "static"), help="(continuous)")
     engine.add_argument("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
     engine.add_argument("--no-enable-chunked-prefill", action="store_true", help="compute prompts in one piece")
+    engine.add_argument("--no-async-scheduling", action="store_true", help="schedule a round when the last one is done")
     engine.add_argument("--reserve-full", action="store_true", help="admit only what surely fits to its end")
     engine.add_argument(
         "--vocab-size",
@@ -174,6 +175,7 @@ def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> Sc
             enable_prefix_caching=not options.no_enable_prefix_caching,
             enable_chunked_prefill=not options.no_enable_chunked_prefill,
             reserve_full=options.reserve_full,
+            max_rounds_in_flight=1 if options.no_async_scheduling else 2,
         )
 
 

@@ -53,6 +53,7 @@ class EngineOptions:
     policy: "fcfs", first come, first served, or "priority", the lowest priority number first.
     enable_prefix_caching: keep the pages of prompts and answers, and do not compute a prompt's known beginning again.
     enable_chunked_prefill: cut long prompts, so that running sequences go on beside them.
+    async_scheduling: hand the device its next round before the last one's tokens are read.
     seed: makes requests without a seed of their own repeatable.
 
     A value that can never be right raises ValueError, one sentence with the option and the value.
@@ -72,6 +73,7 @@ class EngineOptions:
     policy: Literal["fcfs", "priority"] = "fcfs"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    async_scheduling: bool = True
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class EngineOptions:
             raise ValueError(f"kv_cache_gib must be a number of GiB above 0, not {gib!r}.")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ValueError(f"seed must be an integer, not {self.seed!r}.")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         for name, allowed in _CHOICES.items():
@@ -137,6 +139,7 @@ def build_engine(model: str, options: EngineOptions | None = None, on_progress: 
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
+        async_scheduling=options.async_scheduling,
         model_version=model,
         seed=options.seed,
     )

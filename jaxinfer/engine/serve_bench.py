@@ -78,6 +78,7 @@ def _on_same_runner(built: Engine, options: EngineOptions, observer: Observer) -
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
+        async_scheduling=options.async_scheduling,
         observer=observer,
     )
 

@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxinfer.models.attention import Attend, Attention
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.layers import MLP, Norm
-from jaxinfer.models.linear import INIT, embedded, table_init, table_product
+from jaxinfer.models.linear import INIT, embedded, table_product, weight_init
 from jaxinfer.models.rope import Rotation, rotation
 from pallas_kernels import KVPages
 
@@ -76,14 +76,14 @@ class Decoder(nn.Module):
         """Declare the parameters."""
         config = self.config
         table_shape, dtype = (config.vocab_size, config.hidden_size), jnp.dtype(config.dtype)
-        self.embedding = self.param("embedding", table_init(config, ("embedding",)), table_shape, dtype)
+        self.embedding = self.param("embedding", weight_init(config, ("embedding",)), table_shape, dtype)
         if config.position_offset is not None:
             rows = config.max_positions + config.position_offset
             self.position_embedding = self.param("position_embedding", INIT, (rows, config.hidden_size), dtype)
         self.layers = [Block(config, layer) for layer in range(config.num_layers)]
         if config.norm_placement != "after_sum":
             self.final_norm = Norm(config.hidden_size, config)
-        head_init = table_init(config, ("head",))
+        head_init = weight_init(config, ("head",))
         self.head = self.embedding if config.tied_head else self.param("head", head_init, table_shape, dtype)
 
     def __call__(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.linear import kernel_init, product
+from jaxinfer.models.linear import product, weight_init
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -61,9 +61,9 @@ class Projection(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, inputs] -> [T, *outputs]."""
         dtype = jnp.dtype(self.config.dtype)
-        init = kernel_init(self.config, (*self.path, "kernel"))
+        init = weight_init(self.config, (*self.path, "kernel"))
         kernel = self.param("kernel", init, (self.inputs, *self.outputs), dtype)
-        out = product(x, kernel, self.outputs, self.config)
+        out = product(x, kernel, self.outputs, str(self.name), self.config)
         if self.bias:
             out = out + self.param("bias", nn.initializers.zeros, self.outputs, dtype)
         return out

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxinfer.models.config import DecoderConfig
-from pallas_kernels.dispatch import AUTO, XLA, current_platform
+from jaxinfer.models.mesh import MODEL_AXIS, model_parallelism
+from pallas_kernels.dispatch import current_platform
 from pallas_kernels.quantized_matmul import QuantizedWeight, WeightFormat, quantize, quantized_matmul, table_rows
 
 CPU_SPLITS = 4
 """Parts of the sum of a matrix-vector product on a CPU; 4 measured best among 1 to 16 on 2 cores."""
 INIT = jax.nn.initializers.normal(0.02)
+OUTPUTS_CUT = ("q", "kv", "gate", "up")
+"""Projections whose outputs are cut over the devices of a mesh."""
+INPUTS_CUT = ("out", "down")
+"""Projections whose inputs are, so that their results are summed over the devices."""
+TABLES = ("embedding", "head")
+"""Tables [tokens, features]; their tokens are cut."""
+QUANTIZED_DTYPES = ("int8", "int4")
+
 Weight = jax.Array | QuantizedWeight
-Initializer = Callable[..., Any]
 
 
 def precision(config: DecoderConfig) -> jax.lax.Precision | None:
@@ -26,37 +36,59 @@ def precision(config: DecoderConfig) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if config.dtype == "float32" else None
 
 
+# --- which weights are quantized -------------------------------------------------------------------------------------
+
+
+def quantized_weights(weight_dtype: str, scale_dtype: str) -> tuple[tuple[str, WeightFormat], ...]:
+    """`DecoderConfig.weights` for "int8" or "int4".
+
+    int8: one scale for each output. int4: one for each group of 32 inputs. Token tables are int8 either way, one scale
+    for each token; norms, biases, routers and experts stay as they are.
+    """
+    formats = {"int8": WeightFormat(8), "int4": WeightFormat(4, group=32, scale_dtype=scale_dtype)}
+    kernels = ((f"*/{name}/kernel", formats[weight_dtype]) for name in (*OUTPUTS_CUT, *INPUTS_CUT))
+    return (*kernels, *((table, WeightFormat(8)) for table in TABLES))
+
+
 def format_of(config: DecoderConfig, path: str) -> WeightFormat | None:
     """How the parameter of that path (names joined by "/") is quantized; None for an array in config.dtype."""
     return next((found for pattern, found in config.weights if fnmatchcase(path, pattern)), None)
 
 
-def kernel_init(config: DecoderConfig, path: tuple[str, ...]) -> Initializer:
-    """The initializer of a kernel [inputs, *outputs]; quantized, it is a QuantizedWeight with flat outputs."""
-    return _init(config, path, axis=0)
+def flattened(kernel: Any) -> Any:
+    """A kernel [inputs, *outputs] as a quantized one has it: [inputs, all outputs], with heads outermost."""
+    if kernel.ndim == 4:
+        kernel = kernel.swapaxes(1, 2)
+    return kernel.reshape(kernel.shape[0], -1)
 
 
-def table_init(config: DecoderConfig, path: tuple[str, ...]) -> Initializer:
-    """The initializer of a table [tokens, features]."""
-    return _init(config, path, axis=1)
+def _unflattened(out: jax.Array, outputs: tuple[int, ...]) -> jax.Array:
+    """[T, all outputs] of a flattened kernel -> [T, *outputs]."""
+    if len(outputs) == 3:
+        return out.reshape(-1, outputs[1], outputs[0], outputs[2]).swapaxes(1, 2)
+    return out.reshape(-1, *outputs)
 
 
-def _init(config: DecoderConfig, path: tuple[str, ...], axis: int) -> Initializer:
+def weight_init(config: DecoderConfig, path: tuple[str, ...]) -> Callable[..., Any]:
+    """The initializer of a kernel [inputs, *outputs] or a table [tokens, features], quantized if its format says so."""
     weight_format = format_of(config, "/".join(path))
     if weight_format is None:
         return INIT
 
     def quantized(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
         array = INIT(key, shape, jnp.float32)
-        return quantize(array.reshape(shape[0], -1), weight_format, axis)
+        return quantize(array, weight_format, 1) if path[-1] in TABLES else quantize(flattened(array), weight_format)
 
     return quantized
 
 
-def product(x: jax.Array, kernel: Weight, outputs: tuple[int, ...], config: DecoderConfig) -> jax.Array:
-    """x [T, inputs] times a kernel [inputs, *outputs] -> [T, *outputs]."""
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def product(x: jax.Array, kernel: Weight, outputs: tuple[int, ...], name: str, config: DecoderConfig) -> jax.Array:
+    """x [T, inputs] times the kernel [inputs, *outputs] of the projection `name` -> [T, *outputs]."""
     if isinstance(kernel, QuantizedWeight):
-        return quantized_matmul(x, kernel, impl=_lowering()).reshape(x.shape[0], *outputs)
+        return _unflattened(_cut(quantized_matmul, name)(x, kernel), outputs)
     inputs = kernel.shape[0]
     if x.shape[0] > 1 or inputs % CPU_SPLITS or current_platform() != "cpu":
         return jnp.tensordot(x, kernel, axes=1, precision=precision(config))
@@ -69,7 +101,7 @@ def product(x: jax.Array, kernel: Weight, outputs: tuple[int, ...], config: Deco
 def table_product(x: jax.Array, table: Weight, config: DecoderConfig) -> jax.Array:
     """x [R, features] times every row of a table [tokens, features] -> f32[R, tokens]: logits."""
     if isinstance(table, QuantizedWeight):
-        return quantized_matmul(x, table, out_dtype=jnp.float32, impl=_lowering())
+        return _cut(partial(quantized_matmul, out_dtype=jnp.float32), "head")(x, table)
     # The table is the left operand: with few rows, XLA's CPU product reads it at full bandwidth only this way.
     contract_features = (((1,), (1,)), ((), ()))
     by_token = jax.lax.dot_general(
@@ -85,7 +117,52 @@ def embedded(table: Weight, ids: jax.Array, config: DecoderConfig) -> jax.Array:
     return table[ids]
 
 
-def _lowering() -> str:
-    # The compiler cuts its own products over the devices of a mesh, but no Pallas kernel.
-    mesh = jax.sharding.get_abstract_mesh()
-    return AUTO if mesh.empty or mesh.size == 1 else XLA
+# --- several devices -------------------------------------------------------------------------------------------------
+
+
+def weight_specs(weight: QuantizedWeight, name: str) -> QuantizedWeight:
+    """How the arrays of a quantized weight are cut over a mesh; `name` of its projection or table."""
+    outputs_cut = name in OUTPUTS_CUT or name in TABLES
+    inputs = MODEL_AXIS if name in INPUTS_CUT else None
+    outputs = MODEL_AXIS if outputs_cut else None
+    values = PartitionSpec(outputs, inputs) if weight.axis else PartitionSpec(inputs, outputs)
+    # One scale of all inputs serves every part of them.
+    factors = PartitionSpec(inputs if weight.groups > 1 else None, outputs)
+    minimums = None if weight.minimums is None else factors
+    return QuantizedWeight(values, factors, minimums, weight.axis)  # pyright: ignore[reportArgumentType]  # specs
+
+
+def _cut(multiply: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
+    """`multiply(x, weight)` run on every device with its own part of the weight, where a mesh is set.
+
+    The compiler cuts its own products by itself, but no kernel.
+    """
+    if model_parallelism() == 1:
+        return multiply
+
+    def part(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+        out = multiply(x, weight)
+        return jax.lax.psum(out, MODEL_AXIS) if name in INPUTS_CUT else out
+
+    def whole(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+        specs = weight_specs(weight, name)
+        x_spec = PartitionSpec(None, MODEL_AXIS if name in INPUTS_CUT else None)
+        out_spec = PartitionSpec(None, MODEL_AXIS if name in OUTPUTS_CUT or name in TABLES else None)
+        run = jax.shard_map(part, in_specs=(x_spec, specs), out_specs=out_spec, check_vma=False)
+        return run(x, weight)
+
+    return whole
+
+
+def check_groups(params: Any, devices: int) -> None:
+    """Raise ValueError when groups of inputs would be torn apart on so many devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    for path, weight in leaves:
+        names = [key.key for key in path]
+        if not isinstance(weight, QuantizedWeight) or set(names[-2:]).isdisjoint(INPUTS_CUT):
+            continue
+        if weight.groups > 1 and weight.groups % devices:
+            raise ValueError(
+                f"The {weight.groups} groups of {weight.group} quantized inputs of {'/'.join(names)} cannot be cut "
+                f"evenly over {devices} devices; quantize to int8 instead, which has no groups."
+            )

@@ -5,9 +5,24 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight, WeightFormat, dequantized, quantize, table_rows
+from pallas_kernels.quantized_matmul.weights import (
+    QuantizedWeight,
+    WeightFormat,
+    dequantized,
+    quantize,
+    stored_bytes,
+    table_rows,
+)
 
-__all__ = ["QuantizedWeight", "WeightFormat", "dequantized", "quantize", "quantized_matmul", "table_rows"]
+__all__ = [
+    "QuantizedWeight",
+    "WeightFormat",
+    "dequantized",
+    "quantize",
+    "quantized_matmul",
+    "stored_bytes",
+    "table_rows",
+]
 
 
 def quantized_matmul(

@@ -17,7 +17,7 @@ def written_out(weight: QuantizedWeight) -> np.ndarray:
     values, scales = (np.asarray(array).astype(np.float32) for array in (weight.values, weight.scales))
     minimums = np.zeros_like(scales) if weight.minimums is None else np.asarray(weight.minimums).astype(np.float32)
     if weight.axis == 1:
-        values, scales, minimums = values.T, scales.T, minimums.T
+        values = values.T
     result = np.zeros(values.shape, np.float32)
     group = values.shape[0] // scales.shape[0]
     for index in range(scales.shape[0]):

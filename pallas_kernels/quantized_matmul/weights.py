@@ -44,7 +44,7 @@ class QuantizedWeight:
     """A weight of a matrix product, a pytree: weight ~= values * scale of its group (+ minimum of its group).
 
     values: int8 or int4 [inputs, outputs]; [outputs, inputs] where `axis` is 1, as in a table of token embeddings.
-    scales: a float type [groups, outputs], or [outputs, groups]; groups divide the inputs evenly, in order.
+    scales: a float type [groups, outputs] for either axis; groups divide the inputs evenly, in order.
     minimums: the same type and shape, or None.
     axis: of the inputs, over which products sum: 0 or 1.
     """
@@ -67,7 +67,7 @@ class QuantizedWeight:
     @property
     def groups(self) -> int:
         """Groups of inputs."""
-        return self.scales.shape[self.axis]
+        return self.scales.shape[0]
 
     @property
     def group(self) -> int:
@@ -96,6 +96,7 @@ def quantize(array: Any, weight_format: WeightFormat, axis: int = 0) -> Quantize
     divisor = library.where(scales == 0, 1, scales).astype(np.float32)
     rounded = library.rint(exact / library.expand_dims(divisor, axis + 1))
     values = library.clip(rounded, -largest - 1, largest).reshape(array.shape).astype(integer_type(bits))
+    scales = scales if axis == 0 else scales.T
     minimums = library.zeros_like(scales) if weight_format.minimums else None
     return QuantizedWeight(values, scales, minimums, axis)
 
@@ -103,21 +104,33 @@ def quantize(array: Any, weight_format: WeightFormat, axis: int = 0) -> Quantize
 def dequantized(weight: QuantizedWeight) -> jax.Array:
     """The weights in float32, in the shape of `values`; one expression, for the compiler to fuse into what reads it."""
     exact = _grouped(weight.values.astype(jnp.float32), weight.group, weight.axis)
-    exact = exact * jnp.expand_dims(weight.scales.astype(jnp.float32), weight.axis + 1)
+    exact = exact * _spread(weight.scales, weight.axis)
     if weight.minimums is not None:
-        exact = exact + jnp.expand_dims(weight.minimums.astype(jnp.float32), weight.axis + 1)
+        exact = exact + _spread(weight.minimums, weight.axis)
     return exact.reshape(weight.values.shape)
 
 
 def table_rows(table: QuantizedWeight, ids: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rows ids i32[T] of a table (axis 1) as `dtype` [T, inputs]: token embeddings."""
-    minimums = None if table.minimums is None else table.minimums[ids]
-    return dequantized(QuantizedWeight(table.values[ids], table.scales[ids], minimums, 1)).astype(dtype)
+    minimums = None if table.minimums is None else table.minimums[:, ids]
+    return dequantized(QuantizedWeight(table.values[ids], table.scales[:, ids], minimums, 1)).astype(dtype)
 
 
 def integer_type(bits: int) -> Any:
     """The type of values of so many bits."""
     return jnp.dtype(jnp.int8 if bits == 8 else jnp.int4)
+
+
+def stored_bytes(array: Any) -> int:
+    """Bytes of an array (or its shape and type) on a device, which stores two int4 in one."""
+    bits = jnp.iinfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.integer) else 8 * array.dtype.itemsize
+    return math.prod(array.shape) * bits // 8
+
+
+def _spread(factors: jax.Array, axis: int) -> jax.Array:
+    """[groups, outputs] -> f32[groups, 1, outputs], or for axis 1 f32[outputs, groups, 1]."""
+    factors = factors.astype(jnp.float32)
+    return factors[:, None] if axis == 0 else factors.T[:, :, None]
 
 
 def _grouped(array: Any, group: int, axis: int) -> Any:

@@ -90,20 +90,21 @@ def _parts(weight: QuantizedWeight) -> list[_Part]:
 
 def _part(weight: QuantizedWeight, stored: jax.Array, nibble: int | None) -> _Part:
     """stored: int8[rows, columns]. nibble: which half of each byte counts, 0 for the low one; None for the whole."""
-    factors = [weight.scales, weight.minimums]
+    scales, minimums = weight.scales, weight.minimums
     if nibble is not None and weight.axis == 0:
-        factors = [None if factor is None else factor[:, nibble::2] for factor in factors]
+        scales, minimums = scales[:, nibble::2], None if minimums is None else minimums[:, nibble::2]
 
     def rows(first: jax.Array, count: int) -> jax.Array:
         block = lax.dynamic_slice_in_dim(stored, first, count)
         if nibble is not None:
             block = (block << 4 if nibble == 0 else block) >> 4
-        shared = weight.group if weight.axis == 0 else 1
-        here = [
-            None if factor is None else lax.dynamic_slice_in_dim(factor, first // shared, max(1, count // shared))
-            for factor in factors
-        ]
-        return dequantized(QuantizedWeight(block, *here, axis=weight.axis))
+        if weight.axis == 0:
+            start, size, along = first // weight.group, max(1, count // weight.group), 0
+        else:
+            start, size, along = first, count, 1
+        few = lax.dynamic_slice_in_dim(scales, start, size, along)
+        offsets = None if minimums is None else lax.dynamic_slice_in_dim(minimums, start, size, along)
+        return dequantized(QuantizedWeight(block, few, offsets, weight.axis))
 
     return rows
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
 from jaxinfer.core.observer import Observer, PoolUsage, RoundFinished, unobserved
-from jaxinfer.core.request import SEED_RANGE, Request, Sequence
+from jaxinfer.core.request import SEED_RANGE, Request, RequestRefused, Sequence
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, SequenceProgress
 from jaxinfer.core.step import StepResult, StepWork
@@ -206,7 +207,7 @@ class Engine:
             cache_salt=cache_salt,
         )
         state = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
-        with interrupts_held():
+        with self._changes():
             self.scheduler.add(request)
             self._states[request_id] = state
 
@@ -223,11 +224,25 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its last output (reason "abort"), or None if no such request is unfinished."""
-        with interrupts_held():
-            self._finish_recovery()
+        with self._changes():
             if self.scheduler.cancel(request_id) is None:
                 return None
-            return self._states.pop(request_id).abort()
+            output = self._states[request_id].abort()
+            del self._states[request_id]
+            return output
+
+    @contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Changes of scheduler and states between rounds; what an interrupt leaves of them is cleared away later."""
+        with interrupts_held():
+            self._finish_recovery()
+            try:
+                yield
+            except RequestRefused:
+                raise
+            except BaseException:
+                self._torn = True
+                raise
 
     def _run_round(self) -> RoundFinished | None:
         scheduler = self.scheduler
@@ -299,8 +314,14 @@ class Engine:
             self.scheduler.reset(recording)
         else:
             self.scheduler.abandon()
+        for request_id in [name for name in self.scheduler.requests if name not in self._states]:
+            self.scheduler.cancel(request_id)  # its add_request was interrupted
+        told = {output.request_id for output in self._undelivered if output.finished}
         for request_id in [name for name in self._states if name not in self.scheduler.requests]:
-            self._deliver_abort(request_id)
+            if request_id in told:
+                del self._states[request_id]
+            else:
+                self._deliver_abort(request_id)
         self._torn = False
 
     def _deliver_abort(self, request_id: str) -> None:

@@ -111,6 +111,37 @@ def test_an_interrupt_before_any_line_of_a_round_leaves_a_working_engine(rounds,
     assert line > 100
 
 
+@pytest.mark.parametrize("change", ["abort", "add"])
+def test_an_interrupt_before_any_line_of_a_change_leaves_a_working_engine(change):
+    line, silent, interrupted = 0, 0, True
+    while interrupted:
+        line += 1
+        engine, outputs = started_engine(FakeRunner(LIMITS), 2)
+        before = sys.gettrace()
+        sys.settrace(Interrupter(line))
+        try:
+            if change == "abort":
+                outputs.append(engine.abort("a"))
+            else:
+                engine.add_request("more", "abcd", params_of("a"))
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        outputs += drain(engine)
+        last = {output.request_id: output for output in outputs}
+        expected = set(PROMPTS) | ({"more"} if "more" in last else set())
+        assert set(last) == expected
+        # An abort that was interrupted when all was done has nobody to tell.
+        unfinished = [name for name, output in last.items() if not output.finished]
+        silent += bool(unfinished)
+        assert unfinished == [] or (unfinished == ["a"] and interrupted and change == "abort")
+        assert engine.scheduler.pool.free_pages == LIMITS.num_pages - 1
+    assert line > 10
+    assert silent <= 3  # the lines that only hand it back
+
+
 def test_an_interrupt_before_the_device_ends_only_the_requests_of_the_round():
     def interrupt(work):
         if len(runner.history) == 4:

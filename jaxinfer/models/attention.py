@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxinfer.models.config import DecoderConfig
@@ -12,8 +13,11 @@ from jaxinfer.models.layers import Norm, Projection
 from jaxinfer.models.rope import Rotation, rotate
 from pallas_kernels import KVPages
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, KVPages], tuple[jax.Array, KVPages]]
-"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d], that layer's pages) -> (out [T, heads, d], pages)"""
+Attend = Callable[
+    [int, jax.Array, jax.Array, "jax.Array | None", KVPages, "jax.Array | None"], tuple[jax.Array, KVPages]
+]
+"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d], that layer's pages, sinks f32[heads] or None) ->
+(out [T, heads, d], pages). v is None where values are the beginning of keys."""
 
 
 class Attention(nn.Module):
@@ -39,7 +43,10 @@ class Attention(nn.Module):
         q, k = _normed(config, "q_norm", q), _normed(config, "k_norm", k)
         if rope is not None and rotation is not None:
             q, k = rotate(q, *rotation, rope.interleaved), rotate(k, *rotation, rope.interleaved)
-        out, pages = attend(self.layer, q, k, v, pages)
+        sinks = None
+        if config.attention_sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (config.num_heads,), jnp.float32)
+        out, pages = attend(self.layer, q, k, v, pages, sinks)
         inputs = config.num_heads * width
         out = out.reshape(x.shape[0], inputs)
         return Projection(inputs, (config.hidden_size,), config.output_bias, config, name="out")(out), pages

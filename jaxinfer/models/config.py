@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from jaxinfer.models.layer_config import MLAConfig, MoEConfig
 from pallas_kernels.quantized_matmul import WeightFormat
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
@@ -101,6 +102,10 @@ class DecoderConfig:
     position_offset: learned position embeddings are added, that of position p from row p + position_offset; None for
         no such table.
     attention_scale: multiplies every score; None for head_dim ** -0.5.
+    attention_sinks: every query head has a learned logit that only adds to its softmax's denominator.
+    moe: the layers with experts; None for none.
+    mla: latent attention in every layer, and then num_kv_heads is 1 and head_dim the width of what is cached; None for
+        grouped-query attention.
     attention_softcap, logit_softcap: scores and logits become softcap * tanh(value / softcap); None for no cap.
     dtype: parameters and activations, "float32" or "bfloat16"; norms, softmax and logits are float32.
     kv_dtype: KV pages, one of KV_DTYPES; "auto" is dtype. int8 and float8_e4m3fn carry a float32 scale for each key and
@@ -135,6 +140,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     position_offset: int | None = None
     attention_scale: float | None = None
+    attention_sinks: bool = False
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     dtype: str = "float32"
@@ -151,6 +159,7 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly.")
         self._check_layers()
+        self._check_parts()
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -173,6 +182,16 @@ class DecoderConfig:
             if rope is not None and rope.rotary_dim > self.head_dim:
                 raise ValueError(f"RoPE rotates {rope.rotary_dim} features, but a head has {self.head_dim}.")
 
+    def _check_parts(self) -> None:
+        if self.moe is not None and len(self.moe.layers) != self.num_layers:
+            raise ValueError(f"moe names {len(self.moe.layers)} layers, but the model has {self.num_layers}.")
+        if self.mla is None:
+            return
+        if (self.num_kv_heads, self.head_dim) != (1, self.mla.row_dim):
+            raise ValueError(f"Latent attention has one key/value head of {self.mla.row_dim} features.")
+        if any(rope is None or rope.rotary_dim != self.mla.rope_dim for rope in self.ropes):
+            raise ValueError(f"Latent attention rotates {self.mla.rope_dim} features in every layer.")
+
     @property
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
@@ -184,10 +203,24 @@ class DecoderConfig:
         return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
+    def value_dim(self) -> int:
+        """Features of a value: head_dim, or with latent attention the first of them that are the latent."""
+        return self.head_dim if self.mla is None else self.mla.latent_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Features of one key/value head's row in a page: key and value, or with latent attention the key alone."""
+        return 2 * self.head_dim if self.mla is None else self.head_dim
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values, scales included, that one position takes over all layers."""
-        row = {"float32": 4 * self.head_dim, "bfloat16": 2 * self.head_dim}.get(self.page_dtype, self.head_dim + 4)
-        return self.num_layers * 2 * self.num_kv_heads * row
+        row = {"float32": 4 * self.row_dim, "bfloat16": 2 * self.row_dim}.get(self.page_dtype, self.row_dim + 8)
+        return self.num_layers * self.num_kv_heads * row
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer has experts instead of the MLP."""
+        return self.moe is not None and self.moe.layers[layer]
 
     def replace(self, **changes: object) -> DecoderConfig:
         """A copy with some fields changed, validated again."""

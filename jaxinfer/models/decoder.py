@@ -17,18 +17,20 @@ from jaxinfer.models.attention import Attend, Attention
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.layers import MLP, Norm
 from jaxinfer.models.linear import INIT, embedded, table_product, weight_init
+from jaxinfer.models.mla import LatentAttention
+from jaxinfer.models.moe import MoE
 from jaxinfer.models.rope import Rotation, rotation
 from pallas_kernels import KVPages
 
 
 def mixer(config: DecoderConfig, layer: int) -> nn.Module:
     """What mixes the positions of one layer: (x, rotation, pages, attend) -> (change of x, pages)."""
-    return Attention(config, layer, name="attention")
+    return (Attention if config.mla is None else LatentAttention)(config, layer, name="attention")
 
 
-def feed_forward(config: DecoderConfig, layer: int) -> nn.Module:
-    """What works on each position of one layer: x -> change of x."""
-    return MLP(config, name="mlp")
+def feed_forward(config: DecoderConfig, layer: int, x: jax.Array, real: jax.Array) -> jax.Array:
+    """What works on each position of one layer: x [T, hidden], real bool[T] (False for padding) -> change of x."""
+    return MoE(config, name="moe")(x, real) if config.has_experts(layer) else MLP(config, name="mlp")(x)
 
 
 class Block(nn.Module):
@@ -39,13 +41,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rotation: Rotation | None, pages: KVPages, attend: Attend
+        self, x: jax.Array, real: jax.Array, rotation: Rotation | None, pages: KVPages, attend: Attend
     ) -> tuple[jax.Array, KVPages]:
-        """x [T, hidden] -> ([T, hidden], the layer's pages)."""
+        """x [T, hidden], real bool[T] -> ([T, hidden], the layer's pages)."""
         config, layer = self.config, self.layer
         change, pages = mixer(config, layer)(_before(config, "attention", x), rotation, pages, attend)
         x = _added(config, "attention", x, change)
-        change = feed_forward(config, layer)(_before(config, "mlp", x))
+        change = feed_forward(config, layer, _before(config, "mlp", x), real)
         return _added(config, "mlp", x, change), pages
 
 
@@ -89,13 +91,17 @@ class Decoder(nn.Module):
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, kv: Sequence[KVPages], attend: Attend
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        """token_ids i32[T], positions i32[T], pages per layer -> (normed hidden states [T, hidden], pages)."""
+        """token_ids i32[T], positions i32[T], pages per layer -> (normed hidden states [T, hidden], pages).
+
+        A negative position marks padding.
+        """
         config = self.config
+        real, positions = positions >= 0, jnp.maximum(positions, 0)
         x = self._embedded(token_ids, positions)
         rotations = {rope: None if rope is None else rotation(rope, positions) for rope in config.ropes}
         written = []
         for block, rope, pages in zip(self.layers, config.ropes, kv, strict=True):
-            x, pages = block(x, rotations[rope], pages, attend)
+            x, pages = block(x, real, rotations[rope], pages, attend)
             written.append(pages)
         return (x if config.norm_placement == "after_sum" else self.final_norm(x)), tuple(written)
 
@@ -119,8 +125,8 @@ class Decoder(nn.Module):
 def init_params(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     """Random parameters: a nested dict of arrays in config.dtype."""
 
-    def no_attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: Any) -> tuple[jax.Array, Any]:
-        return q, pages
+    def no_attention(layer: int, q: jax.Array, k: Any, v: Any, pages: Any, sinks: Any) -> tuple[jax.Array, Any]:
+        return q[..., : config.value_dim], pages
 
     token = jnp.zeros((1,), jnp.int32)
     return dict(Decoder(config).init(key, token, token, (None,) * config.num_layers, no_attention)["params"])

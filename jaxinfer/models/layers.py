@@ -69,6 +69,11 @@ class Projection(nn.Module):
         return out
 
 
+def activation_of(config: DecoderConfig) -> Callable[[jax.Array], jax.Array]:
+    """The function that `config.activation` names."""
+    return _ACTIVATIONS[config.activation]
+
+
 class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer, 2020), or without a gate down(activation(up(x)))."""
 
@@ -78,7 +83,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""
         config, widths = self.config, (self.config.intermediate_size,)
-        activation = _ACTIVATIONS[config.activation]
+        activation = activation_of(config)
         if config.gated_mlp:
             gate = Projection(config.hidden_size, widths, config.mlp_bias, config, name="gate")(x)
             up = Projection(config.hidden_size, widths, config.mlp_bias, config, name="up")(x)

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import current_platform
 class EngineState:
     """The cache. Donate it to every step: the pages are updated in place.
 
-    kv: per layer, pages [num_pages, kv_heads, page_size, 2 * page_head_dim] (see KVPages).
+    kv: per layer, pages [num_pages, kv_heads, page_size, page_row_dim] (see KVPages).
     page_table: i32[slots, max_pages], the page of positions column * page_size .. of each slot; 0 where there is none.
     lengths: i32[slots], positions cached.
     """
@@ -91,17 +91,19 @@ def init_state(
     """
     if num_slots < 1 or max_context < 1:
         raise ValueError(f"num_slots and max_context must be at least 1, not {num_slots} and {max_context}.")
-    dtype, width = jnp.dtype(config.page_dtype), 2 * page_head_dim(config.head_dim)
+    dtype, width = jnp.dtype(config.page_dtype), page_row_dim(config)
     kv = tuple(empty_pages(num_pages, config.num_kv_heads, page_size, width, dtype) for _ in range(config.num_layers))
     max_pages = -(-max_context // page_size)
     return EngineState(kv, jnp.zeros((num_slots, max_pages), jnp.int32), jnp.zeros((num_slots,), jnp.int32))
 
 
-def page_head_dim(head_dim: int) -> int:
-    """Features that a key or value takes in a page of the platform in force: on TPU a multiple of 64, else head_dim.
+def page_row_dim(config: DecoderConfig) -> int:
+    """Features of a page row on the platform in force: on TPU a multiple of 128, else what key and value have.
 
     A key and a value side by side must fill whole groups of 128 lanes there; XLA would lay out other pools anew around
     every kernel. Heads of 80 and 96 features are padded to 128, which costs 1.60 and 1.33 times the memory and
-    bandwidth of the pool; 64, 128 and 256 cost nothing.
+    bandwidth of the pool; 64, 128 and 256 cost nothing. The latent rows of DeepSeek, 576 features, are padded to 640.
     """
-    return -(-head_dim // 64) * 64 if current_platform() == "tpu" else head_dim
+    parts = config.row_dim // config.head_dim
+    step = 128 // parts if current_platform() == "tpu" else 1
+    return parts * (-(-config.head_dim // step) * step)

@@ -47,10 +47,10 @@ def prefill_hidden(
     counts = jnp.diff(batch.query_starts)
     lengths = batch.starts + counts
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+    def attend(layer: int, *arrays: Any) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
         kernel = attend_by_heads(partial(_paged_prefill, spec=spec, impl=config.attention))
-        return _in_page_width(kernel, q, k, v, pages, rows, batch.query_starts, lengths)
+        return _in_page_width(kernel, spec, *arrays, rows, batch.query_starts, lengths)
 
     positions = _flat_positions(batch)
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
@@ -73,13 +73,13 @@ def decode_step(
     """
     page_table = _updated_table(state, batch.updates)
     rows = _rows_of(page_table, batch.slots)
-    positions = state.lengths.at[batch.slots].get(mode="fill", fill_value=0)
-    lengths = jnp.where(batch.slots < state.num_slots, positions + 1, 0)
+    positions = state.lengths.at[batch.slots].get(mode="fill", fill_value=-1)
+    lengths = positions + 1
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+    def attend(layer: int, *arrays: Any) -> tuple[jax.Array, KVPages]:
         spec = attention_spec(config, layer)
         kernel = attend_by_heads(partial(_paged_decode, spec=spec, impl=config.attention))
-        return _in_page_width(kernel, q, k, v, pages, rows, lengths)
+        return _in_page_width(kernel, spec, *arrays, rows, lengths)
 
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
@@ -95,7 +95,13 @@ def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.A
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The kernel options of one layer."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    return AttentionSpec(scale=scale, window=config.windows[layer], softcap=config.attention_softcap)
+    return AttentionSpec(
+        scale=scale,
+        v_dim=None if config.mla is None else config.value_dim,
+        window=config.windows[layer],
+        softcap=config.attention_softcap,
+        values_in_keys=config.mla is not None,
+    )
 
 
 def _apply(config: DecoderConfig, params: Params, *inputs: Any) -> tuple[jax.Array, tuple[KVPages, ...]]:
@@ -105,18 +111,20 @@ def _apply(config: DecoderConfig, params: Params, *inputs: Any) -> tuple[jax.Arr
 
 def _in_page_width(
     kernel: Callable[..., tuple[jax.Array, KVPages]],
+    spec: AttentionSpec,
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     pages: KVPages,
+    sinks: jax.Array | None,
     *indices: jax.Array,
 ) -> tuple[jax.Array, KVPages]:
-    """The kernel on heads padded with zeros to the width that pages give them (see page_head_dim)."""
+    """The kernel on heads padded with zeros to the width that pages give them (see page_row_dim)."""
     head_dim = q.shape[-1]
-    padding = ((0, 0), (0, 0), (0, pages.width // 2 - head_dim))
+    padding = ((0, 0), (0, 0), (0, spec.key_width(pages.width) - head_dim))
     if padding[-1][1]:
-        q, k, v = (jnp.pad(x, padding) for x in (q, k, v))
-    out, pages = kernel(q, k, v, pages, *indices)
+        q, k, v = jnp.pad(q, padding), jnp.pad(k, padding), None if v is None else jnp.pad(v, padding)
+    out, pages = kernel(q, k, v, pages, sinks, *indices)
     return out[..., :head_dim], pages
 
 
@@ -129,9 +137,9 @@ def _rows_of(page_table: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _flat_positions(batch: PrefillBatch) -> jax.Array:
-    """The position i32[T] of every token; 0 for padding."""
+    """The position i32[T] of every token; -1 for padding."""
     index = jnp.arange(batch.token_ids.shape[0])
     row = jnp.searchsorted(batch.query_starts[1:], index, side="right", method="compare_all")
     row = jnp.minimum(row, batch.slots.shape[0] - 1)
     positions = batch.starts[row] + index - batch.query_starts[row]
-    return jnp.where(index < batch.query_starts[-1], positions, 0)
+    return jnp.where(index < batch.query_starts[-1], positions, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, Table
 from jaxinfer.runtime.steps import decode_step, logits_of, prefill_hidden, prefill_step
 from pallas_kernels import KVPages
 
-NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
+NAMES = tuple(sorted(path.parent.name for path in (Path(__file__).parents[1] / "golden").glob("*/expected.npz")))
 TOLERANCE = 1e-4
 SLOTS, PAGE, PAGES, CONTEXT, TOKENS = 5, 8, 90, 112, 80
 
@@ -31,7 +32,7 @@ class Session:
     """Sequences in slots 0, 1, .. of a cache whose pages lie in random order and hold NaN until they are written."""
 
     def __init__(self, model, seed: int = 0) -> None:
-        self.config, self.params = model.config, model.params
+        self.config, self.params = model.config.for_context(CONTEXT), model.params
         self.prefill_program, self.decode_program = compiled(self.config)
         empty = init_state(self.config, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, max_context=CONTEXT)
         kv = tuple(KVPages(jnp.full_like(pages.data, jnp.nan)) for pages in empty.kv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models.families import llama, mistral, qwen
+from jaxinfer.models.families import gemma, gpt2, llama, mistral, olmo2, opt, phi3, qwen, smollm3
 from jaxinfer.models.families._common import Family
 from jaxinfer.models.tensors import ModelError
 
@@ -13,6 +13,12 @@ FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES,
     *mistral.FAMILIES,
     *qwen.FAMILIES,
+    *gemma.FAMILIES,
+    *phi3.FAMILIES,
+    *olmo2.FAMILIES,
+    *smollm3.FAMILIES,
+    *gpt2.FAMILIES,
+    *opt.FAMILIES,
 )
 
 

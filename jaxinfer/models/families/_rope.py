@@ -22,19 +22,28 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
 """Of each scaling, the keys that it uses."""
+_GENERAL_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
-def one_rope(*, theta: float = 10000.0, partial: bool = False, original: int | None = None) -> Ropes:
+def one_rope(
+    *,
+    theta: float = 10000.0,
+    partial: bool = False,
+    original: int | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Ropes:
     """The same rotary embedding in every layer.
 
     theta: where none is stated. partial: whether the family's class honours partial_rotary_factor. original: the
-    original context where config.json states none outside of the RoPE settings.
+    original context where config.json states none outside of the RoPE settings. aliases: older names of scalings.
     """
 
     def read(config: Config, head_dim: int, layers: int) -> tuple[RopeConfig | None, ...]:
         settings = rope_settings(config)
         stated = positive_float(config, "rope_theta", theta)
-        return (rope_of(config, settings, head_dim, theta=stated, partial=partial, original=original),) * layers
+        kind = _kind(settings, aliases or {})
+        rope = rope_of(config, settings, head_dim, theta=stated, kind=kind, partial=partial, original=original)
+        return (rope,) * layers
 
     return read
 
@@ -55,20 +64,18 @@ def rope_of(
     head_dim: int,
     *,
     theta: float,
+    kind: str | None = None,
     partial: bool = False,
     original: int | None = None,
     interleaved: bool = False,
 ) -> RopeConfig:
-    """One rotary embedding from its settings; see `one_rope`."""
-    kind = _first(settings.get("rope_type"), settings.get("type"), "default")
-    if not isinstance(kind, str) or kind not in _KEYS:
-        raise ModelError(f"RoPE scaling {kind!r} is not supported; {', '.join(_KEYS)} are.")
+    """One rotary embedding from its settings; see `one_rope`. kind: its scaling; None for what the settings say."""
+    kind = kind or _kind(settings, {})
     share = _partial_share(config, settings, partial)
+    known = (*_GENERAL_KEYS, *_KEYS[kind])
     for key, value in settings.items():
-        # What another scaling would use is left over from an edit, as transformers has it.
-        known = any(key in keys for keys in _KEYS.values())
-        if value is not None and not known and key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
-            raise ModelError(f"The model's config sets {key} of RoPE to {value!r}, which is not supported.")
+        if value is not None and key not in known:
+            raise ModelError(f"The model's config sets {key} of {kind} RoPE to {value!r}, which is not supported.")
     return RopeConfig(
         theta=positive_float(settings, "rope_theta", theta),
         rotary_dim=int(head_dim * share),
@@ -76,6 +83,13 @@ def rope_of(
         scaling=kind,
         **_scaling_fields(kind, config, settings, original),
     )
+
+
+def _kind(settings: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    kind = _first(settings.get("rope_type"), settings.get("type"), "default")
+    if not isinstance(kind, str) or aliases.get(kind, kind) not in _KEYS:
+        raise ModelError(f"RoPE scaling {kind!r} is not supported; {', '.join(_KEYS)} are.")
+    return aliases.get(kind, kind)
 
 
 def _partial_share(config: Mapping[str, Any], settings: Mapping[str, Any], allowed: bool) -> float:

@@ -1,7 +1,7 @@
 """Checkpoint readers, the registry of named models and tokenizers; knows nothing of the engine."""
 
 from checkpoints._checkpoint import Checkpoint, TensorInfo
-from checkpoints._convert import conversion_note, convert
+from checkpoints._convert import TARGET_FORMATS, conversion_note, convert
 from checkpoints._errors import CheckpointError
 from checkpoints._named_models import (
     DEFAULT_MODEL,
@@ -20,6 +20,7 @@ from checkpoints._tokenizer import Tokenizer
 __all__ = [
     "DEFAULT_MODEL",
     "NAMED_MODELS",
+    "TARGET_FORMATS",
     "Checkpoint",
     "CheckpointError",
     "NamedModel",

@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from checkpoints._convert import conversion_note, convert
+from checkpoints._convert import TARGET_FORMATS, conversion_note, convert
 from checkpoints._errors import CheckpointError
 from checkpoints._inspect import print_summary
 from checkpoints._open import open_checkpoint
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print_summary(checkpoint, Console())
         else:
             with progress_bar() as progress:
-                written = convert(options.source, options.destination, progress=progress)
+                written = convert(options.source, options.destination, format=options.to, progress=progress)
             print(f"Wrote {written}{conversion_note(written)}")
     except CheckpointError as error:
         print(error, file=sys.stderr)
@@ -40,9 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="show architecture, parameters by module and tokenizer")
     inspect.add_argument("source", help="a .gguf file, a checkpoint directory, a named model or organisation/name")
-    convert_command = commands.add_parser("convert", help="write a checkpoint as an Orbax directory")
+    convert_command = commands.add_parser("convert", help="write a checkpoint as an Orbax or safetensors directory")
     convert_command.add_argument("source", help="as for inspect")
     convert_command.add_argument("destination", help="the directory to make; it must not exist")
+    convert_command.add_argument(
+        "--to", choices=TARGET_FORMATS, help="the format to write (default orbax, and safetensors from orbax)"
+    )
     return parser
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from checkpoints._errors import CheckpointError
 from checkpoints._quantized import QuantizedTensor
 from checkpoints._tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import jax
 
 Format = Literal["safetensors", "gguf", "orbax"]
 
@@ -47,8 +50,12 @@ class TensorStore(Protocol):
         """The tensor as integers with scales, or None when it is not stored so."""
         ...
 
+    def read_sharded(self, name: str, sharding: Any) -> Any:
+        """The tensor as a `jax.Array` of a `jax.sharding.Sharding`."""
+        ...
+
     def close(self) -> None:
-        """Release files and mappings."""
+        """Release the files."""
         ...
 
 
@@ -89,7 +96,7 @@ class Checkpoint:
         """Read one tensor; raises `CheckpointError` when the checkpoint has no tensor of that name.
 
         Quantized GGUF tensors come as float32, everything else in the stored dtype (bfloat16 is
-        `ml_dtypes.bfloat16`).  The array may be a read-only view of the mapped file, valid until `close`.
+        `ml_dtypes.bfloat16`).  The array may be a read-only view of the file, whose pages are in memory as long as it.
         """
         self._require(name)
         return self._store.read(name)
@@ -103,6 +110,16 @@ class Checkpoint:
         self._require(name)
         return self._store.read_quantized(name)
 
+    def read_sharded(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+        """One tensor straight onto the devices of a sharding, in the dtype of `read`.
+
+        A process reads what its own devices hold: of safetensors exactly that, of Orbax the chunks it lies in, of a
+        GGUF matrix its rows.  Raises `CheckpointError` as `read` does, ValueError when the sharding does not divide
+        the tensor.
+        """
+        self._require(name)
+        return self._store.read_sharded(name, sharding)
+
     def _require(self, name: str) -> None:
         if name not in self.tensors:
             raise CheckpointError(f"{self.source}: the checkpoint has no tensor named {name!r}.")
@@ -114,7 +131,7 @@ class Checkpoint:
         return self._tokenizer
 
     def close(self) -> None:
-        """Release the files; arrays that are views of them must not be used afterwards."""
+        """Release the files; arrays that were read stay valid."""
         self._store.close()
 
     def __enter__(self) -> Checkpoint:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from checkpoints._errors import CheckpointError
 
@@ -33,6 +35,24 @@ def child(directory: Path, name: str) -> Path:
             f"{path}: the file is a link that leaves the directory, which is refused; replace it with the file itself."
         )
     return path
+
+
+def map_bytes(file: IO[bytes], offset: int, count: int) -> np.ndarray:
+    """A part of a file, uint8[count], read-only.
+
+    Every call maps the part anew, so its pages leave the process's memory with the last array that views them.
+    """
+    if count == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(np.memmap(file, np.uint8, "r", offset, (count,)))  # type: ignore[call-overload]
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a file for reading; raises `CheckpointError` when that is not possible."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); check the path.") from None
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from checkpoints._checkpoint import Checkpoint
 from checkpoints._errors import CheckpointError
+from checkpoints._files import map_bytes, open_file
 from checkpoints._gguf_config import gguf_config, gguf_generation_config
 from checkpoints._gguf_header import GGUFHeader, parse_header
 from checkpoints._gguf_names import ROPE_FACTOR_TENSORS, architecture
@@ -21,11 +23,20 @@ _MAX_FACTORS = 1 << 12
 
 def open_gguf(path: Path, source: str) -> Checkpoint:
     """Open one `.gguf` file; raises `CheckpointError` when it cannot be read."""
-    data = map_file(path)
-    header = parse_header(data, path)
+    file = open_file(path)
+    try:
+        return _opened(path, file, source)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _opened(path: Path, file: IO[bytes], source: str) -> Checkpoint:
+    with _whole(file, path) as data:
+        header = parse_header(data, path)
     _refuse_splits(header, source)
     arch = architecture(header.metadata.get("general.architecture"), source)
-    config = gguf_config(header, arch, _rope_factors(data, header, source), source)
+    config = gguf_config(header, arch, _rope_factors(file, header, source), source)
     generation_config = gguf_generation_config(header, config)
     # Only architectures with permuted rows look at them, and these have both.
     heads = (config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1))
@@ -34,9 +45,18 @@ def open_gguf(path: Path, source: str) -> Checkpoint:
         format="gguf",
         config=config,
         generation_config=generation_config,
-        store=GGUFStore(path, data, header, arch, heads),
+        store=GGUFStore(path, file, header, arch, heads),
         load_tokenizer=lambda: gguf_tokenizer(header.metadata, generation_config.get("eos_token_id", []), source),
     )
+
+
+def _whole(file: IO[bytes], path: Path) -> mmap.mmap:
+    try:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise CheckpointError(f"{path}: the file is empty; download it again.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); check the path.") from None
 
 
 def _refuse_splits(header: GGUFHeader, source: str) -> None:
@@ -48,18 +68,7 @@ def _refuse_splits(header: GGUFHeader, source: str) -> None:
         )
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file read-only; raises `CheckpointError` when it is empty or cannot be opened."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise CheckpointError(f"{path}: the file is empty; download it again.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); check the path.") from None
-
-
-def _rope_factors(data: mmap.mmap, header: GGUFHeader, source: str) -> dict[str, np.ndarray]:
+def _rope_factors(file: IO[bytes], header: GGUFHeader, source: str) -> dict[str, np.ndarray]:
     factors: dict[str, np.ndarray] = {}
     for name in ROPE_FACTOR_TENSORS & header.tensors.keys():
         tensor = header.tensors[name]
@@ -67,5 +76,5 @@ def _rope_factors(data: mmap.mmap, header: GGUFHeader, source: str) -> dict[str,
             raise CheckpointError(
                 f"{source}: tensor {name} must hold at most {_MAX_FACTORS} F32 values; convert again."
             )
-        factors[name] = np.frombuffer(data, np.float32, math.prod(tensor.shape), tensor.offset).copy()
+        factors[name] = map_bytes(file, tensor.offset, tensor.nbytes).view(np.float32).copy()
     return factors

@@ -74,8 +74,9 @@ def _add_rope(config: dict[str, Any], keys: Metadata, factors: Mapping[str, np.n
 def _add_token_ids(config: dict[str, Any], header: GGUFHeader) -> None:
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = header.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        if type(value) is int and 0 <= value < config["vocab_size"]:
-            config[f"{ours}_token_id"] = value
+        # Written out as null when there is none: an absent key means a number of its own in some classes.
+        known = type(value) is int and 0 <= value < config["vocab_size"]
+        config[f"{ours}_token_id"] = value if known else None
 
 
 def gguf_generation_config(header: GGUFHeader, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +90,6 @@ def gguf_generation_config(header: GGUFHeader, config: Mapping[str, Any]) -> dic
         ends += [i for token, i in control.items() if token in wanted]
     valid = [value for value in ends if type(value) is int and 0 <= value < config["vocab_size"]]
     result: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(valid))} if valid else {}
-    if "bos_token_id" in config:
+    if config["bos_token_id"] is not None:
         result["bos_token_id"] = config["bos_token_id"]
     return result

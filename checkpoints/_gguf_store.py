@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import gguf
 import ml_dtypes
@@ -15,10 +15,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from checkpoints._checkpoint import TensorInfo
 from checkpoints._errors import CheckpointError
+from checkpoints._files import map_bytes
 from checkpoints._gguf_header import GGUFHeader, GGUFTensor
 from checkpoints._gguf_names import ROPE_FACTOR_TENSORS, Architecture, Join
 from checkpoints._gguf_quantized import integers_with_scales
 from checkpoints._quantized import QuantizedTensor
+from checkpoints._sharded import sharded_array
 
 _PLAIN: dict[GGMLQuantizationType, np.dtype] = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -34,6 +36,7 @@ MAX_VIEWS = 100_000
 """A stack of experts is one tensor in the file and many here."""
 # Rows are dequantized in pieces of this many values, because the routine's temporaries are several times its input.
 _CHUNK_VALUES = 1 << 21
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,13 @@ class _Joined:
 
 
 class GGUFStore:
-    """Tensors of a mapped GGUF file under Hugging Face names."""
+    """Tensors of an open GGUF file under Hugging Face names."""
 
     def __init__(
-        self, path: Path, data: mmap.mmap, header: GGUFHeader, arch: Architecture, heads: tuple[int, int]
+        self, path: Path, file: IO[bytes], header: GGUFHeader, arch: Architecture, heads: tuple[int, int]
     ) -> None:
         self._path = path
-        self._data: mmap.mmap | None = data
+        self._file = file
         self._views = _named_views(path, header, arch, heads)
         self.infos: Mapping[str, TensorInfo] = {name: _info(view) for name, view in self._views.items()}
 
@@ -81,29 +84,41 @@ class GGUFStore:
             return None
         return integers_with_scales(self._rows(view), view.tensor.type)
 
-    def close(self) -> None:
-        """Drop the mapping; it is unmapped once no array views it."""
-        self._data = None
+    def read_sharded(self, name: str, sharding: Any) -> Any:
+        """One tensor on the devices of a sharding; of a matrix only the rows that are needed are decoded."""
+        view = self._views[name]
 
-    def _read_view(self, view: _View) -> np.ndarray:
-        result = _decode(self._rows(view), view.tensor.type).reshape(view.shape)
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            if isinstance(view, _Joined) or view.transposed or len(view.shape) != 2:
+                return self.read(name)[index]
+            return self._read_view(view, index[0])[:, index[1]]
+
+        return sharded_array(self.infos[name].shape, sharding, part)
+
+    def close(self) -> None:
+        """Close the file; arrays that view it stay valid."""
+        self._file.close()
+
+    def _read_view(self, view: _View, rows: slice = _ALL) -> np.ndarray:
+        """A tensor, or some rows of a matrix."""
+        shape = view.shape if rows == _ALL else (-1, *view.shape[1:])
+        result = _decode(self._rows(view, rows), view.tensor.type).reshape(shape)
         if view.unit_offset:
             result = (result.astype(np.float32) - np.float32(1)).astype(result.dtype)
         return result.swapaxes(-1, -2) if view.transposed else result
 
-    def _rows(self, view: _View) -> np.ndarray:
+    def _rows(self, view: _View, rows: slice = _ALL) -> np.ndarray:
         """The bytes of a tensor, uint8[rows, bytes of a row], rows in Hugging Face's order."""
-        if self._data is None:
+        if self._file.closed:
             raise CheckpointError(f"{self._path}: the checkpoint is closed; open it again to read tensors.")
         tensor = view.tensor
-        raw = np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
-        if view.expert is not None:
-            raw = raw.reshape(tensor.shape[0], -1)[view.expert]
-        rows = math.prod(view.shape[:-1]) if len(view.shape) > 1 else 1
+        count = _stored_bytes(view)
+        start = tensor.offset + (view.expert or 0) * count
+        height = math.prod(view.shape[:-1]) if len(view.shape) > 1 else 1
         if view.heads is not None and len(view.shape) == 1:
-            rows = view.shape[0]
-        result = raw.reshape(rows, -1)
-        return result if view.heads is None else unpermute_rows(result, view.heads)
+            height = view.shape[0]
+        stored = map_bytes(self._file, start, count).reshape(height, -1)
+        return stored[rows] if view.heads is None else stored[unpermute_rows(np.arange(height), view.heads)[rows]]
 
 
 def unpermute_rows(rows: np.ndarray, heads: int) -> np.ndarray:

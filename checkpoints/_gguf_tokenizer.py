@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoints._errors import CheckpointError
 from checkpoints._sentencepiece_bpe import sentencepiece_bpe
@@ -41,6 +41,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any], eos_ids: Iterable[int], source: 
                 "use the safetensors checkpoint."
             )
         built.add_tokens(_added_tokens(metadata, tokens))
+        bos = _special(metadata, "bos", tokens)
+        if bos is not None and _adds_bos(metadata):
+            # For whoever loads the written tokenizer.json; `Tokenizer` sees to one BOS by itself.
+            written = {"id": "bos", "ids": [bos], "tokens": [tokens[bos]]}
+            built.post_processor = processors.TemplateProcessing(
+                single=["bos", "$A"], pair=["bos", "$A", "$B:1"], special_tokens=[written]
+            )
     except CheckpointError:
         raise
     except Exception as error:

@@ -16,6 +16,7 @@ from checkpoints._errors import CheckpointError
 
 PARAMS = "params"
 """The folder of the Orbax tensors inside a checkpoint directory."""
+_CHUNK_BYTES = 1 << 22
 _FREE_BYTES, _MAX_RATIO = 1 << 26, 1 << 10
 
 
@@ -48,6 +49,16 @@ class OrbaxStore:
     def read_quantized(self, name: str) -> None:
         """None: nothing here is stored as integers with scales."""
 
+    def read_sharded(self, name: str, sharding: Any) -> Any:
+        """One tensor on the devices of a sharding; Orbax reads the chunks that this process's devices need."""
+        import orbax.checkpoint as ocp
+
+        restore = ocp.ArrayRestoreArgs(sharding=sharding)
+        arguments = ocp.args.PyTreeRestore(item={name: 0}, restore_args={name: restore}, partial_restore=True)
+        sharding.shard_shape(self.infos[name].shape)  # a sharding that does not divide it is no damaged file
+        with _sentence(self._path):
+            return self._checkpointer.restore(self._path, args=arguments)[name]
+
     def close(self) -> None:
         """Release the checkpointer."""
         self._checkpointer.close()
@@ -79,7 +90,9 @@ def write_orbax(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     path = (directory / PARAMS).resolve()
     with _sentence(path):
         checkpointer = _checkpointer()
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tensors))
+        # Chunks, so that a process that needs a part of a tensor need not read the whole.
+        chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tensors}
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tensors, save_args=chunked))
         checkpointer.close()
 
 

@@ -98,11 +98,21 @@ class Tokenizer:
         return (self._backend.piece(token_id) or "") if 0 <= token_id < 1 << 32 else ""
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json; raises `CheckpointError` for a sentencepiece tokenizer."""
+        """Write tokenizer.json and tokenizer_config.json as transformers reads them.
+
+        Raises `CheckpointError` for a sentencepiece tokenizer.
+        """
         text = self._backend.serialized()
         if text is None:
             raise CheckpointError("this tokenizer cannot be written as tokenizer.json; copy its own files instead.")
-        settings = {**self._special_tokens, "add_bos_token": self.adds_bos, "chat_template": self.chat_template}
+        settings = {
+            # Any other class of transformers would put its own splitting in place of the file's.
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._special_tokens,
+            "add_bos_token": self.adds_bos,
+            "chat_template": self.chat_template,
+            "clean_up_tokenization_spaces": False,
+        }
         for name, content in (("tokenizer.json", text), ("tokenizer_config.json", json.dumps(settings, indent=2))):
             (directory / name).write_text(content + "\n", encoding="utf-8")
 

@@ -11,11 +11,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import current_platform
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 
 BLOCK_POSITIONS = 128
-"""Positions gathered at a time: enough to amortize the loop, few enough to stay in a core's cache."""
+"""Positions of a row gathered at a time: enough to amortize the loop."""
+BLOCK_ROWS_TIMES_POSITIONS = 1024
+"""Positions of all rows gathered at a time on a CPU: few enough to stay in a core's cache."""
 MASKED = -1e30
 """Score of an invisible position: finite, so that a row that sees nothing yields no NaN."""
 _EXACT = jax.lax.Precision.HIGHEST  # accelerators would otherwise round float32 operands
@@ -29,9 +32,12 @@ class Partial(NamedTuple):
     weighted: jax.Array
 
 
-def block_pages(pages: KVPages) -> int:
-    """Pages in one block."""
-    return max(1, BLOCK_POSITIONS // pages.page_size)
+def block_pages(pages: KVPages, rows: int = 1) -> int:
+    """Pages of one row in one block of that many rows."""
+    positions = BLOCK_POSITIONS
+    if current_platform() == "cpu":
+        positions = min(positions, max(BLOCK_ROWS_TIMES_POSITIONS // rows, BLOCK_POSITIONS // 4))
+    return max(1, positions // pages.page_size)
 
 
 def pad_table(page_table: jax.Array, pages_per_block: int) -> jax.Array:

@@ -92,7 +92,7 @@ def _add_whole_pages(
     spec: AttentionSpec,
 ) -> attention.Partial:
     """The pages of which every position is visible, a block at a time."""
-    per_block = attention.block_pages(pages)
+    per_block = attention.block_pages(pages, lengths.shape[0])
     table = attention.pad_table(page_table, per_block)
     first, end = -(-begins // pages.page_size), lengths // pages.page_size
     has_any = first < end

@@ -16,7 +16,7 @@ from checkpoints._errors import CheckpointError
 
 PARAMS = "params"
 """The folder of the Orbax tensors inside a checkpoint directory."""
-_CHUNK_BYTES = 1 << 22
+_LEAST_CHUNK_BYTES = 1 << 16
 _FREE_BYTES, _MAX_RATIO = 1 << 26, 1 << 10
 
 
@@ -90,8 +90,11 @@ def write_orbax(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     path = (directory / PARAMS).resolve()
     with _sentence(path):
         checkpointer = _checkpointer()
-        # Chunks, so that a process that needs a part of a tensor need not read the whole.
-        chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tensors}
+        # Chunks, so that a process that needs a part of a tensor need not read the whole; about eight by eight.
+        chunked = {
+            name: ocp.SaveArgs(chunk_byte_size=max(_LEAST_CHUNK_BYTES, value.nbytes // 64))
+            for name, value in tensors.items()
+        }
         checkpointer.save(path, args=ocp.args.PyTreeSave(tensors, save_args=chunked))
         checkpointer.close()
 

@@ -34,6 +34,8 @@ class Rule:
     join: the tensors (each as read) -> the parameter. A tensor may be part of several parameters.
     when: whether a model with this config has the parameter.
     layers: the layers that have it; None for all.
+    dtype: its type; None for that of the config.
+    otherwise: the rule to make it by in a checkpoint that lacks the first of these tensors but has that rule's first.
     """
 
     parameter: str
@@ -42,6 +44,8 @@ class Rule:
     join: Callable[[DecoderConfig, list[np.ndarray]], np.ndarray]
     when: Callable[[DecoderConfig], bool] = lambda config: True
     layers: Callable[[DecoderConfig], Iterable[int]] | None = None
+    dtype: str | None = None
+    otherwise: Rule | None = None
 
 
 def assemble_params(
@@ -67,7 +71,7 @@ def assemble_params(
     """
     if prefixes:
         shapes, read = _renamed(prefixes, shapes, read)
-    wanted = list(_expand(config, rules))
+    wanted = list(_expand(config, rules, shapes))
     used = {name for _, names, _ in wanted for name in names}
     unused_copies = [pair for pair in copies if pair[0] in shapes and pair[0] not in used]
     _check(config, wanted, (*ignored, *(re.escape(name) for name, _ in unused_copies)), shapes)
@@ -76,7 +80,7 @@ def assemble_params(
     params: dict[str, Any] = {}
     for index, (path, names, rule) in enumerate(wanted):
         joined = rule.join(config, [read(name) for name in names])
-        _insert(params, path, place(joined.astype(_numpy_dtype(config.dtype), copy=False)))
+        _insert(params, path, place(joined.astype(_numpy_dtype(rule.dtype or config.dtype), copy=False)))
         if on_progress is not None:
             on_progress(index + 1, len(wanted))
     return params
@@ -102,15 +106,26 @@ _Wanted = tuple[str, tuple[str, ...], Rule]
 """One parameter: its path, its tensors' names, its rule."""
 
 
-def _expand(config: DecoderConfig, rules: tuple[Rule, ...]) -> Iterator[_Wanted]:
+def _expand(config: DecoderConfig, rules: tuple[Rule, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Wanted]:
     for rule in rules:
         if not rule.when(config):
             continue
         layers: Iterable[int] = range(config.num_layers) if "{layer}" in rule.parameter else (0,)
-        tensors = rule.tensors(config) if callable(rule.tensors) else rule.tensors
         for layer in layers if rule.layers is None else rule.layers(config):
-            names = tuple(name.format(layer=layer) for name in tensors)
-            yield rule.parameter.format(layer=layer), names, rule
+            there = (each for each in _alternatives(rule) if _names(config, each, layer)[0] in shapes)
+            chosen = next(there, rule)
+            yield rule.parameter.format(layer=layer), _names(config, chosen, layer), chosen
+
+
+def _alternatives(rule: Rule | None) -> Iterator[Rule]:
+    while rule is not None:
+        yield rule
+        rule = rule.otherwise
+
+
+def _names(config: DecoderConfig, rule: Rule, layer: int) -> tuple[str, ...]:
+    tensors = rule.tensors(config) if callable(rule.tensors) else rule.tensors
+    return tuple(name.format(layer=layer) for name in tensors)
 
 
 def _check(

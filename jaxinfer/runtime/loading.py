@@ -32,11 +32,10 @@ def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Prog
     Raises ModelError when tensors are missing, unexpected or misshapen, CheckpointError when one cannot be read.
     """
     family = family_of(checkpoint.config)
-    dtype = np.dtype(jnp.dtype(config.dtype))
 
     def place(tensor: np.ndarray) -> jax.Array:
         # A copy: the reader's array may be a view of the file.
-        return jnp.array(tensor.astype(dtype, copy=False))
+        return jnp.array(tensor)
 
     def report(done: int, total: int) -> None:
         if on_progress is not None:

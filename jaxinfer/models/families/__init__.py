@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models.families import gemma, gpt2, llama, mistral, olmo2, opt, phi3, qwen, smollm3
+from jaxinfer.models.families import (
+    deepseek,
+    gemma,
+    gpt2,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    opt,
+    phi3,
+    qwen,
+    qwen_moe,
+    smollm3,
+)
 from jaxinfer.models.families._common import Family
 from jaxinfer.models.tensors import ModelError
 
@@ -19,6 +33,10 @@ FAMILIES: tuple[Family, ...] = (
     *smollm3.FAMILIES,
     *gpt2.FAMILIES,
     *opt.FAMILIES,
+    *mixtral.FAMILIES,
+    *qwen_moe.FAMILIES,
+    *deepseek.FAMILIES,
+    *gpt_oss.FAMILIES,
 )
 
 

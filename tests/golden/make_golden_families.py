@@ -45,6 +45,9 @@ class Recipe:
     prompt_lengths: tuple[int, ...] = (1, 6, 14, 34)
     # Norm weights are drawn from 0.5..1.5, and this is added: Gemma stores w of a scale 1 + w.
     norm_offset: float = 0.0
+    # Biases are drawn from N(0, bias), token embeddings from N(0, embedding).
+    bias: float = 0.5
+    embedding: float = 0.25
     # Norms after a block's parts are so much stronger: else a tied head only repeats the last token.
     norm_after: float = 1.0
     # What tensor names begin with in other files of the family: (written by transformers, as there).
@@ -175,7 +178,8 @@ def recipes() -> list[Recipe]:
             "linear scaling": scale_buffer("full_attention_inv_freq", 8.0),
         },
         norm_offset=-1.0,
-        norm_after=3.0,
+        norm_after=6.0,
+        embedding=0.1,
         config_edits={
             "layer_types": None,
             "rope_parameters": None,
@@ -206,7 +210,8 @@ def recipes() -> list[Recipe]:
         torch.bfloat16,
         {"q norm": fill("q_norm.weight", 0.0)},
         norm_offset=-1.0,
-        norm_after=3.0,
+        norm_after=6.0,
+        embedding=0.1,
     )
     olmo2 = Recipe(
         "olmo2",
@@ -232,8 +237,10 @@ def recipes() -> list[Recipe]:
     gpt2 = Recipe(
         "gpt2",
         GPT2Config(vocab_size=80, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
-        torch.float32,
+        torch.bfloat16,
         {"positions": fill("wpe.weight", 0.0), "bias of a norm": fill("ln_2.bias", 0.0)},
+        bias=0.15,
+        embedding=0.1,
         renamed=("transformer.", ""),
     )
     opt = {
@@ -257,25 +264,28 @@ def recipes() -> list[Recipe]:
         olmo2,
         smollm3,
         gpt2,
-        Recipe("opt", OPTConfig(**opt), torch.bfloat16, positions),
+        Recipe("opt", OPTConfig(**opt), torch.bfloat16, positions, bias=0.15, embedding=0.1),
         Recipe(
             "opt-after",
             OPTConfig(**opt, do_layer_norm_before=False, tie_word_embeddings=False, activation_function="gelu"),
             torch.bfloat16,
             positions,
+            bias=0.15,
         ),
     ]
 
 
 def randomise(model: Model, seed: int, recipe: Recipe) -> None:
-    """Weights with real spread: matrices N(0, 0.25), norm weights in 0.5..1.5 plus the offset, biases N(0, 0.5)."""
+    """Weights with real spread: matrices N(0, 0.25), the others as the recipe says."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         if re.search(r"(norm|ln_\w+)\.weight$", name):
             factor = recipe.norm_after if "post_" in name else 1.0
             parameter.data.uniform_(0.5 * factor, 1.5 * factor, generator=generator).add_(recipe.norm_offset)
         else:
-            parameter.data.normal_(0.0, 0.5 if name.endswith("bias") else 0.25, generator=generator)
+            embedding = re.search(r"(wte|embed_tokens)\.weight$", name)
+            spread = recipe.bias if name.endswith("bias") else recipe.embedding if embedding else 0.25
+            parameter.data.normal_(0.0, spread, generator=generator)
 
 
 def write_checkpoint(recipe: Recipe, seed: int, folder: Path) -> None:

@@ -16,7 +16,7 @@ from pallas_kernels import KVPages
 
 NAMES = tuple(sorted(path.parent.name for path in (Path(__file__).parents[1] / "golden").glob("*/expected.npz")))
 TOLERANCE = 1e-4
-SLOTS, PAGE, PAGES, CONTEXT, TOKENS = 5, 8, 90, 112, 80
+SLOTS, PAGE, PAGES, CONTEXT, TOKENS = 5, 8, 90, 112, 128
 
 
 @cache

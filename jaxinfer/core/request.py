@@ -77,15 +77,17 @@ class Sequence:
         rank: its place in the order of service, lowest first; set when the scheduler accepts it.
         output_ids: tokens sampled so far.
         num_cached: leading positions whose K/V are in the cache, those of rounds in flight included.
+        num_computed: leading positions computed by rounds that are committed, or found in the cache as full pages.
         num_pending: tokens that rounds in flight sample for it.
         num_shown: leading pages that the device's page table has.
         num_named: leading pages that are full, computed and offered to others.
+        num_dropped: leading pages given back because they lie behind every window.
         page_hashes: the root of its chain, then the names of its leading full pages as far as they are known.
         prefix_tokens: positions it found in the cache when it first got a slot; None before.
         prompt_tokens_reported: prompt tokens after the first whose log probabilities were handed out.
         num_preemptions: how often it lost its slot.
         slot: its row on the device; None while waiting and after the end.
-        pages: its physical pages in the order of positions.
+        pages: its physical pages in the order of positions; 0 for those given back.
         decoding: whether its next step feeds back the token sampled last (otherwise known tokens are still to prefill).
         finish_reason, stop_reason: None until it ends; stop_reason is the stop string or stop id if one ended it,
             DEADLINE or NON_FINITE if that aborted it.
@@ -98,9 +100,11 @@ class Sequence:
     rank: tuple[int, int, int] = (0, 0, 0)
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_computed: int = 0
     num_pending: int = 0
     num_shown: int = 0
     num_named: int = 0
+    num_dropped: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     prefix_tokens: int | None = None
     prompt_tokens_reported: int = 0

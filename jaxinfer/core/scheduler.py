@@ -19,8 +19,8 @@ from jaxinfer.core.observer import (
     SequencePreempted,
     unobserved,
 )
-from jaxinfer.core.pool import BlockPool
-from jaxinfer.core.prefix_hashes import page_hash, page_hashes, root_hash
+from jaxinfer.core.page_cache import PageCache, Prefix, clear_pages
+from jaxinfer.core.pool import PADDING_PAGE, BlockPool
 from jaxinfer.core.request import DEADLINE, NON_FINITE, FinishReason, Request, RequestRefused, Sequence
 from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
 from jaxinfer.core.stop import banned_until_min_tokens, finish_by_token
@@ -47,6 +47,8 @@ class SchedulerConfig:
         reserve_full: admit a sequence only when the pages for all it can come to need are free, and keep them for it,
             so that nothing is ever preempted. Otherwise what is free now decides.
         max_rounds_in_flight: rounds that may be scheduled before the first of them is committed.
+        window: positions that any layer of the model sees, if every layer sees only so many; None keeps all pages.
+        host_pages: evicted pages that host memory keeps.
     """
 
     max_slots: int
@@ -61,6 +63,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     reserve_full: bool = False
     max_rounds_in_flight: int = 1
+    window: int | None = None
+    host_pages: int = 0
 
     def __post_init__(self) -> None:
         least_values = {"max_slots": 1, "page_size": 1, "num_pages": 2, "max_context": 2, "max_rounds_in_flight": 1}
@@ -75,6 +79,10 @@ class SchedulerConfig:
             raise ValueError(f"mode must be 'continuous' or 'static', not {self.mode!r}.")
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', not {self.policy!r}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, not {self.window}.")
+        if self.host_pages < 0:
+            raise ValueError(f"host_pages must be at least 0, not {self.host_pages}.")
         if self.max_prefill_rows is not None and self.max_prefill_rows < 1:
             raise ValueError(f"max_prefill_rows must be at least 1, not {self.max_prefill_rows}.")
 
@@ -87,11 +95,17 @@ class SchedulerCounts:
         preemptions: sequences that lost slot and pages.
         prefix_queries: known tokens of the sequences that were looked up in the prefix cache.
         prefix_hits: those of them that were found.
+        page_copies: pages that a sequence began with a copy of.
+        pages_out: evicted pages that moved to host memory.
+        pages_in: pages that came back from there.
     """
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    page_copies: int = 0
+    pages_out: int = 0
+    pages_in: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +156,17 @@ class _Round:
         yield from self.entered
         yield from (part.sequence for part in self.parts.values())
 
-    def work(self) -> StepWork:
-        return StepWork(tuple(self.table_updates), tuple(self.slot_setups), tuple(self.prefills), tuple(self.decodes))
+    def work(self, cache: PageCache) -> StepWork:
+        moves = cache.moves
+        return StepWork(
+            tuple(self.table_updates),
+            tuple(self.slot_setups),
+            tuple(self.prefills),
+            tuple(self.decodes),
+            tuple(moves.outs),
+            tuple(moves.copies),
+            tuple(moves.ins),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +184,9 @@ class Scheduler:
     just skips the round. So the highest-ranked always advances. To keep this rare, a sequence is admitted only when
     the pages for its known tokens are free, and one more for each that runs.
 
-    With prefix caching, full pages get a name once they are computed, and a sequence starts behind the leading pages
-    whose names it knows. One whose next page is being computed in the very round (n > 1, equal prompts) is admitted a
-    round later, when it can share it; in static waves it computes its own.
+    With prefix caching, a sequence starts behind what `PageCache` finds of its tokens. One whose next page is being
+    computed in the very round (n > 1, equal prompts) is admitted a round later, when it can share it; in static waves
+    it computes its own.
 
     Rounds are committed in the order in which they were scheduled. Up to max_rounds_in_flight may be scheduled before
     the first is committed: a round counts as computed as soon as it is scheduled, and the tokens that it samples as
@@ -186,14 +209,20 @@ class Scheduler:
         model_version: str = "",
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_pages, config.page_size)
+        self.cache = PageCache(
+            config.num_pages,
+            config.page_size,
+            host_pages=config.host_pages,
+            window=config.window,
+            longest_chunk=config.max_batched_tokens,
+            model_version=model_version if config.enable_prefix_caching else None,
+        )
         self.counts = SchedulerCounts()
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []  # in order of rank
         self.running: list[Sequence] = []  # in order of rank
         self._clock = clock
         self._observer = observer
-        self._model_version = model_version
         self._slots: list[Sequence | None] = [None] * config.max_slots
         self._free_slots = list(range(config.max_slots))  # a heap: low slots first
         self._num_added = 0
@@ -206,9 +235,14 @@ class Scheduler:
         return bool(self.requests)
 
     @property
+    def pool(self) -> BlockPool:
+        """The pages of the device."""
+        return self.cache.pool
+
+    @property
     def reserved_pages(self) -> int:
         """Pages that running sequences were admitted for and have not taken yet."""
-        return sum(max(0, self._pages_promised(s) - len(s.pages)) for s in self.running)
+        return sum(max(0, self._pages_promised(s) - self.cache.pages_held(s)) for s in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request. RequestRefused, with the numbers, if it can never be served."""
@@ -222,10 +256,10 @@ class Scheduler:
         request.max_new_tokens = self._token_limit(request)
         self.requests[request.request_id] = request
         self._num_added += 1
-        hashes = self._prompt_hashes(request)
+        names = self.cache.prompt_names(request)
         for sequence in request.sequences:
             sequence.rank = (request.priority, self._num_added, sequence.index)
-            sequence.page_hashes = hashes.copy()
+            sequence.page_hashes = names.copy()
             insort(self.waiting, sequence, key=_rank)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
@@ -285,6 +319,7 @@ class Scheduler:
         """The next round's work; empty when nothing can go on before a round in flight is committed."""
         if len(self._in_flight) >= self.config.max_rounds_in_flight:
             raise RuntimeError("The rounds in flight must be committed or abandoned before the next is scheduled.")
+        self.cache.begin_round()
         current = _Round(self.config.max_batched_tokens, self.config.max_prefill_rows or self.config.max_slots)
         for earlier in self._in_flight:
             current.being_written |= earlier.round.being_written
@@ -292,9 +327,10 @@ class Scheduler:
             self._decode_and_prefill(current)
         else:
             self._prefill_or_decode(current)
-        work = current.work()
+        work = current.work(self.cache)
         if not work.is_empty:
             self._in_flight.append(_InFlight(work, current))
+            self._count_moves(work)
         elif self.requests and not self._in_flight:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished, but none can go on.")
         return work
@@ -324,6 +360,7 @@ class Scheduler:
     def abandon(self) -> list[Request]:
         """Give up the rounds in flight: the requests they worked on are cancelled and returned, the others go on."""
         sequences = [sequence for flight in self._in_flight for sequence in flight.round.sequences]
+        self.cache.distrust(move.page for flight in self._in_flight for move in flight.work.page_ins)
         self._in_flight.clear()
         lost = list(dict.fromkeys(sequence.request for sequence in sequences if sequence.finish_reason is None))
         for request in lost:
@@ -359,14 +396,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """RuntimeError unless pages, names, slots and queues agree with the sequences; for tests and debugging."""
-        self.pool.check_integrity()
-        holds = [0] * self.config.num_pages
-        for sequence in self.running:
-            for page in sequence.pages:
-                holds[page] += 1
-        for page, count in enumerate(holds):
-            if self.pool.reference_count(page) != count:
-                raise RuntimeError(f"Page {page} has {self.pool.reference_count(page)} holds, but {count} users.")
+        self.cache.check_integrity(self.running)
         if self.running != [s for s in self.running if s.slot is not None and self._slots[s.slot] is s]:
             raise RuntimeError("A running sequence does not own its slot.")
         if len(self.running) + len(self._free_slots) != self.config.max_slots:
@@ -374,7 +404,6 @@ class Scheduler:
         if any(sequence.pages or sequence.slot is not None for sequence in self.waiting):
             raise RuntimeError("A waiting sequence holds a page or a slot.")
         self._check_queues()
-        self._check_names()
         self._check_pending()
         if self.config.reserve_full and self.reserved_pages > self.pool.free_pages:
             raise RuntimeError(f"{self.reserved_pages} pages are reserved, but {self.pool.free_pages} free.")
@@ -386,24 +415,6 @@ class Scheduler:
         unfinished = [s for r in self.requests.values() for s in r.sequences if s.finish_reason is None]
         if sorted(unfinished, key=_rank) != sorted([*self.waiting, *self.running], key=_rank):
             raise RuntimeError("An unfinished sequence is in no queue, or in two.")
-
-    def _check_names(self) -> None:
-        size = self.config.page_size
-        for sequence in self.running:
-            if sequence.num_named * size > sequence.num_cached:
-                raise RuntimeError("A page is offered to others before it is computed.")
-            known = sequence.known_ids(0, sequence.num_named * size)
-            if (
-                sequence.num_named
-                and page_hashes(sequence.page_hashes[0], known, size)
-                != (sequence.page_hashes[: sequence.num_named + 1])
-            ):
-                raise RuntimeError("A page is named after other tokens than it holds.")
-            for page, name in zip(sequence.pages, sequence.page_hashes[1 : sequence.num_named + 1], strict=False):
-                if self.pool.name_of(page) not in (None, name):
-                    raise RuntimeError(f"Page {page} has the name of another.")
-            if any(self.pool.name_of(page) is not None for page in sequence.pages[sequence.num_named :]):
-                raise RuntimeError("A page that is still written can be found by others.")
 
     def _check_pending(self) -> None:
         pending: dict[Sequence, int] = {}
@@ -434,6 +445,8 @@ class Scheduler:
             )
         asked = request.params.max_tokens
         positions = self.pool.usable_pages * self.pool.page_size
+        if self.cache.least_pages(context) <= self.pool.usable_pages:
+            positions = context  # however long it gets, a window of it fits
         limit = min(context - prompt, positions + 1 - prompt if asked is None else asked)
         needed = prompt + max(limit, 1) - 1
         if needed > positions:
@@ -444,12 +457,6 @@ class Scheduler:
             )
         return limit
 
-    def _prompt_hashes(self, request: Request) -> list[bytes]:
-        if not self.config.enable_prefix_caching:
-            return []
-        root = root_hash(self._model_version, request.cache_salt)
-        return page_hashes(root, request.prompt_ids, self.config.page_size)
-
     def _admit(self, current: _Round) -> None:
         # A static wave is fixed when it starts, even if its prefill then takes several rounds.
         static = self.config.mode == "static"
@@ -457,9 +464,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_pending:
                 return  # preempted, and its last token is not known yet
-            names = self._sharable(sequence)
-            prefix = self.pool.find(names)
-            if not static and not current.being_written.isdisjoint(names[len(prefix) : len(prefix) + 1]):
+            prefix = self._find_prefix(sequence)
+            if not static and prefix.next_name in current.being_written:
                 return
             if self._pages_needed(sequence, prefix) > self._pages_to_spare():
                 return
@@ -467,36 +473,32 @@ class Scheduler:
             self._enter_slot(sequence, prefix, current)
             self._prefill(sequence, current)
 
-    def _sharable(self, sequence: Sequence) -> list[bytes]:
-        """Names of the pages it can take from the cache; its last known position is always computed, for its logits."""
+    def _find_prefix(self, sequence: Sequence) -> Prefix:
         if self._prompt_report(sequence) is not None:
-            return []  # log probabilities need every position computed
-        return sequence.page_hashes[1 : (sequence.num_known - 1) // self.config.page_size + 1]
+            return Prefix()  # log probabilities need every position computed
+        return self.cache.find(sequence)
 
-    def _pages_needed(self, sequence: Sequence, prefix: SequenceOf[int]) -> int:
+    def _pages_needed(self, sequence: Sequence, prefix: Prefix) -> int:
         """How many pages nobody holds now its admission claims."""
-        return self._pages_promised(sequence) - sum(self.pool.reference_count(page) > 0 for page in prefix)
+        return self._pages_promised(sequence) - self.cache.pages_shared(prefix)
 
     def _pages_promised(self, sequence: Sequence) -> int:
         """How many pages a sequence is admitted for, those it holds included."""
         if self.config.reserve_full:
-            return self.pool.pages_for(sequence.request.max_positions)
-        return 0 if sequence.decoding else self.pool.pages_for(sequence.num_known)
+            return self.cache.most_pages(sequence.request.max_positions)
+        return 0 if sequence.decoding else self.cache.most_pages(sequence.num_known)
 
     def _pages_to_spare(self) -> int:
         headroom = 0 if self.config.reserve_full else len(self.running)
         return self.pool.free_pages - self.reserved_pages - headroom
 
-    def _enter_slot(self, sequence: Sequence, prefix: list[int], current: _Round) -> None:
+    def _enter_slot(self, sequence: Sequence, prefix: Prefix, current: _Round) -> None:
         slot = heapq.heappop(self._free_slots)
         self._slots[slot] = sequence
         sequence.slot = slot
         current.entered.append(sequence)
         insort(self.running, sequence, key=_rank)
-        self.pool.retain(prefix)
-        sequence.pages = prefix
-        sequence.num_named = len(prefix)
-        sequence.num_cached = len(prefix) * self.config.page_size
+        self.cache.take(sequence, prefix)
         if sequence.prefix_tokens is None:
             sequence.prefix_tokens = sequence.num_cached
         if self.config.enable_prefix_caching:
@@ -587,13 +589,11 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence, positions: int) -> int:
         """Get pages for this many positions, if need be from sequences of lower rank; returns how many it has."""
-        missing = self.pool.pages_for(positions) - len(sequence.pages)
-        if missing <= 0:
-            return positions
+        self.cache.drop_behind_window(sequence)
+        missing = self.cache.missing_pages(sequence, positions)
         while missing > self.pool.free_pages and self.running[-1] is not sequence:
             self._preempt()
-        sequence.pages += self.pool.allocate(min(missing, self.pool.free_pages))
-        return min(positions, len(sequence.pages) * self.config.page_size)
+        return self.cache.take_pages(sequence, positions)
 
     def _show_pages(self, sequence: Sequence, current: _Round) -> int:
         """Enter the pages the device does not know yet into its table; returns the sequence's slot."""
@@ -601,7 +601,8 @@ class Scheduler:
         if slot is None:
             raise RuntimeError("A sequence without a slot cannot work.")
         for column in range(sequence.num_shown, len(sequence.pages)):
-            current.table_updates.append(TableUpdate(slot, column, sequence.pages[column]))
+            if sequence.pages[column] != PADDING_PAGE:
+                current.table_updates.append(TableUpdate(slot, column, sequence.pages[column]))
         sequence.num_shown = len(sequence.pages)
         return slot
 
@@ -613,6 +614,11 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.counts.preemptions += 1
         self._observer(SequencePreempted(self._clock(), _sequence_id(sequence), slot))
+
+    def _count_moves(self, work: StepWork) -> None:
+        self.counts.page_copies += len(work.page_copies)
+        self.counts.pages_out += len(work.page_outs)
+        self.counts.pages_in += len(work.page_ins)
 
     # After the round
 
@@ -628,25 +634,18 @@ class Scheduler:
         sequence = part.sequence
         sequence.num_pending -= sampled
         if slot in result.failed:
-            self.pool.forget(self.pool.find(sequence.page_hashes[1:]) if part.has_left else sequence.pages)
+            self.cache.forget(sequence)
             self.finish(sequence, "abort", NON_FINITE)
             return None
-        if sequence.page_hashes and not part.has_left and part.end // self.config.page_size > sequence.num_named:
-            self._name_pages(sequence, part.end)
+        if not part.has_left:
+            self.cache.computed(sequence, part.end)
         if not sampled:
             return None
+        if not sequence.output_ids and not part.has_left:
+            self.cache.offer_tail(sequence)  # its prompt is complete
         token = result.sampled[slot]
         self._append(sequence, token, now)
         return token
-
-    def _name_pages(self, sequence: Sequence, end: int) -> None:
-        """Offer the pages that became full, up to position `end`, to sequences to come."""
-        size, hashes = self.config.page_size, sequence.page_hashes
-        for column in range(sequence.num_named, end // size):
-            if column + 1 == len(hashes):
-                hashes.append(page_hash(hashes[column], sequence.known_ids(column * size, (column + 1) * size)))
-            self.pool.register(sequence.pages[column], hashes[column + 1])
-        sequence.num_named = end // size
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         sequence.output_ids.append(token.id)
@@ -668,14 +667,14 @@ class Scheduler:
     def _rebuild(self) -> None:
         """Queues, slots and pages for the sequences that have not ended, all of them waiting."""
         self._in_flight.clear()
-        self.pool.reset()
+        self.cache.reset()
         self._slots = [None] * self.config.max_slots
         self._free_slots = list(range(self.config.max_slots))
         self.running = []
         sequences = [sequence for request in self.requests.values() for sequence in request.sequences]
         for sequence in sequences:
-            sequence.pages, sequence.slot, sequence.decoding = [], None, False
-            sequence.num_cached = sequence.num_shown = sequence.num_named = sequence.num_pending = 0
+            clear_pages(sequence)
+            sequence.slot, sequence.decoding, sequence.num_pending = None, False, 0
         self.waiting = sorted((s for s in sequences if s.finish_reason is None), key=_rank)
         for request in self.requests.values():
             request.num_unfinished = sum(sequence.finish_reason is None for sequence in request.sequences)
@@ -686,9 +685,7 @@ class Scheduler:
         if slot is None:
             raise RuntimeError("A sequence without a slot has nothing to release.")
         self.running.remove(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.num_cached = sequence.num_shown = sequence.num_named = 0
+        self.cache.leave(sequence)
         sequence.slot = None
         sequence.decoding = False
         self._slots[slot] = None

@@ -41,6 +41,10 @@ class Limits(Protocol):
     def max_prefill_rows(self) -> int: ...  # noqa: D102
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def window(self) -> int | None: ...  # noqa: D102
+    @property
+    def host_pages(self) -> int: ...  # noqa: D102
 
 
 class PendingResult(Protocol):
@@ -138,6 +142,8 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             reserve_full=reserve_full,
+            window=limits.window,
+            host_pages=limits.host_pages,
             max_rounds_in_flight=2 if async_scheduling else 1,
         )
         self.runner = runner

@@ -14,9 +14,10 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime import programs as compiled
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
+from jaxinfer.runtime.page_moves import HostPages, PageMover
 from jaxinfer.runtime.pending import PendingStep, SampledBatch, ScoredPart
 from jaxinfer.runtime.programs import Programs, Progress
-from jaxinfer.runtime.state import PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.state import EngineState, PrefillBatch, TableUpdates, init_state
 from jaxinfer.runtime.steps import Params
 
 TABLE_UPDATES_PER_CALL = 256
@@ -51,6 +52,10 @@ class Runner:
         self.limits = limits
         self.buckets: Buckets = buckets or buckets_for(limits)
         self.programs: Programs = compiled.compile_programs(config, limits, self.buckets, on_progress)
+        kv = jax.eval_shape(self._empty_state).kv
+        host = HostPages(kv, limits.host_pages) if limits.host_pages else None
+        moves = (self.programs.copy_pages, self.programs.gather_pages, self.programs.scatter_pages)
+        self._mover = PageMover(*moves, host)
         self.reset()
         table_updates = compiled.updates_of(TABLE_UPDATES_PER_CALL)
         self._update_table = (
@@ -59,26 +64,32 @@ class Runner:
 
     def reset(self) -> None:
         """Empty the cache and every slot."""
+        self._mover.reset()
+        self.state = self._empty_state()
+        self.sampler = sampler.init_sampler(self.limits.max_slots, self.limits.vocab_size)
+        self._logprobs: dict[int, int] = {}
+
+    def _empty_state(self) -> EngineState:
         limits = self.limits
-        self.state = init_state(
+        return init_state(
             self.config,
             num_slots=limits.max_slots,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             max_context=limits.max_context,
         )
-        self.sampler = sampler.init_sampler(limits.max_slots, limits.vocab_size)
-        self._logprobs: dict[int, int] = {}
 
     def execute(self, work: StepWork) -> StepResult:
         """Run one round and wait for its result."""
         return self.dispatch(work).result()
 
     def dispatch(self, work: StepWork) -> PendingStep:
-        """Hand one round to the device: table updates and slot setups, decodes, prefills, then sampling of both.
+        """Hand one round to the device: page moves, table updates and slot setups, decodes, prefills, then sampling.
 
         Returns without waiting; rounds run in the order in which they are dispatched.
         """
+        kv = self._mover.move(self.state.kv, work.page_outs, work.page_copies, work.page_ins)
+        self.state = dataclasses.replace(self.state, kv=kv)
         self._set_up(work.slot_setups)
         prefilled = {row.slot for row in work.prefills}
         decode_updates = [update for update in work.table_updates if update.slot not in prefilled]
@@ -100,6 +111,7 @@ class Runner:
         An exception between a program's call and the assignment of its results leaves only donated, deleted arrays
         behind; a program that failed on the device leaves arrays that cannot be read.
         """
+        self._mover.reset()
         arrays = jax.tree.leaves((self.state, self.sampler))
         if _readable(arrays):
             return False

@@ -54,25 +54,32 @@ def test_names_depend_on_tokens_order_everything_before_and_the_root():
     assert len(set(roots)) == 4
 
 
-def test_a_prompt_sent_three_times_computes_only_its_last_page_and_hits_do_not_shrink():
+def test_a_prompt_sent_three_times_computes_only_its_last_token_and_hits_do_not_shrink():
     scheduler = Scheduler(CONFIG)
     requests = [request(PROMPT[:8]) for _ in range(3)]
-    assert [serve(scheduler, added) for added in requests] == [[[0]], [[4]], [[4]]]
-    assert [added.sequences[0].prefix_tokens for added in requests] == [0, 4, 4]
-    assert (scheduler.counts.prefix_queries, scheduler.counts.prefix_hits) == (24, 8)
+    assert [serve(scheduler, added) for added in requests] == [[[0]], [[7]], [[7]]]
+    assert [added.sequences[0].prefix_tokens for added in requests] == [0, 7, 7]
+    assert (scheduler.counts.prefix_queries, scheduler.counts.prefix_hits) == (24, 14)
 
 
-@pytest.mark.parametrize(("length", "start"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
-def test_at_least_one_token_is_computed_and_only_full_pages_are_shared(length, start):
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 12])
+def test_at_least_one_token_is_computed_and_only_full_pages_are_shared(length):
     scheduler = Scheduler(CONFIG)
     serve(scheduler, request())
-    assert serve(scheduler, request(PROMPT[:length])) == [[start]]
+    scheduler.add(request(PROMPT[:length], max_tokens=2))
+    work = run_round(scheduler)
+    assert [row.start for row in work.prefills] == [length - 1]
+    shared, copied = divmod(length - 1, 4)
+    pages = scheduler.running[0].pages
+    assert [page for page in pages if scheduler.pool.name_of(page)][:shared] == pages[:shared]
+    assert [copy.target for copy in work.page_copies] == (pages[shared:] if copied else [])
 
 
 def test_only_the_leading_equal_pages_match():
     scheduler = Scheduler(CONFIG)
     serve(scheduler, request())
     assert serve(scheduler, request((*PROMPT[:4], 99, *PROMPT[5:]))) == [[4]]
+    assert serve(scheduler, request((*PROMPT[:6], 99, *PROMPT[7:]))) == [[6]]
     assert serve(scheduler, request((99, *PROMPT[1:]))) == [[0]]
     assert serve(scheduler, request(PROMPT[4:])) == [[0]]
 
@@ -81,9 +88,9 @@ def test_salts_and_model_versions_are_kept_apart():
     scheduler = Scheduler(CONFIG)
     serve(scheduler, request(salt="a"))
     assert serve(scheduler, request(salt="b")) == [[0]]
-    assert serve(scheduler, request(salt="a")) == [[8]]
+    assert serve(scheduler, request(salt="a")) == [[11]]
     other = Scheduler(CONFIG, model_version="other")
-    other.pool = scheduler.pool
+    other.cache.pool = scheduler.pool
     assert serve(other, request(salt="a")) == [[0]]
 
 
@@ -105,7 +112,7 @@ def test_pages_of_generated_tokens_are_found_by_the_next_turn():
 def test_a_page_is_not_found_before_it_is_computed():
     """Two equal prompts wait for each other; a third of another kind comes behind them."""
     scheduler = Scheduler(CONFIG)
-    assert serve(scheduler, request(), request(), request()) == [[0], [8, 8]]
+    assert serve(scheduler, request(), request(), request()) == [[0], [11, 11]]
     scheduler = Scheduler(replace(CONFIG, mode="static"))
     assert serve(scheduler, request(), request()) == [[0, 0]]  # a wave does not wait for itself
     assert scheduler.pool.usage.cached == 3  # of two equal pages one is kept
@@ -149,7 +156,7 @@ def test_prompt_logprobs_are_computed_in_full():
     scheduler = Scheduler(CONFIG)
     serve(scheduler, request())
     assert serve(scheduler, request(prompt_logprobs=1)) == [[0]]
-    assert serve(scheduler, request()) == [[8]]
+    assert serve(scheduler, request()) == [[11]]
 
 
 def test_pages_are_evicted_only_when_needed_and_the_longest_unused_first():
@@ -160,10 +167,11 @@ def test_pages_are_evicted_only_when_needed_and_the_longest_unused_first():
     assert scheduler.pool.usage == (0, 8, 1)
     serve(scheduler, request((*first, 1)))  # uses its four pages again, and the one that was free
     assert scheduler.pool.num_evictions == 0
-    serve(scheduler, request(range(300, 308)))  # takes a free page, and one of the second prompt: its last
-    assert scheduler.pool.num_evictions == 1
+    assert scheduler.pool.usage == (0, 9, 0)  # a page that is not full is kept too
+    serve(scheduler, request(range(300, 308)))  # takes two pages of the second prompt: its last
+    assert scheduler.pool.num_evictions == 2
     assert serve(scheduler, request((*first, 1))) == [[16]]  # takes one more
-    assert serve(scheduler, request((*second, 1))) == [[8]]
+    assert serve(scheduler, request((*second, 1))) == [[4]]
 
 
 def test_admission_does_not_count_pages_that_others_hold_but_those_only_cached():
@@ -180,7 +188,7 @@ def test_admission_does_not_count_pages_that_others_hold_but_those_only_cached()
     scheduler.add(request((50, 51), max_tokens=2))
     run_round(scheduler)
     scheduler.add(request(prompt))
-    assert scheduler.pool.usage == (1, 3, 1)
+    assert scheduler.pool.usage == (1, 4, 0)
     assert run_round(scheduler).slot_setups == ()  # it would take all 4, and none would be left
     assert [row.start for row in run_round(scheduler).prefills] == [12]
 

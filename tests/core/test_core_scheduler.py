@@ -66,7 +66,7 @@ def test_head_of_the_queue_is_not_overtaken():
 
 
 def test_budget_goes_to_decodes_first_then_to_the_oldest_prefill():
-    scheduler = Scheduler(SchedulerConfig(3, 4, 30, 32, 6))
+    scheduler = Scheduler(SchedulerConfig(3, 4, 30, 32, 6, enable_prefix_caching=False))
     scheduler.add(request("a", 2))
     run_round(scheduler)
     scheduler.add(request("b", 8))
@@ -120,7 +120,7 @@ def test_cancel_between_schedule_and_commit():
 
 def test_a_sequence_takes_nothing_from_the_slot_before_it():
     """The cancelled sequence's result must not reach the one that gets its slot."""
-    scheduler = Scheduler(SchedulerConfig(1, 4, 9, 32, 8))
+    scheduler = Scheduler(SchedulerConfig(1, 4, 9, 32, 8, enable_prefix_caching=False))
     scheduler.add(request("a", 2))
     scheduler.add(request("b", 3))
     run_round(scheduler)

@@ -74,6 +74,8 @@ class FakeLimits:
     max_batched_tokens: int = 16
     max_prefill_rows: int = 4
     vocab_size: int = VOCAB_SIZE
+    window: int | None = None
+    host_pages: int = 0
 
 
 @dataclass
@@ -104,6 +106,7 @@ class FakeRunner:
         columns = -(-self.limits.max_context // self.limits.page_size)
         self._tables = [[0] * columns for _ in range(self.limits.max_slots)]
         self._pages = [[NEVER_WRITTEN] * self.limits.page_size for _ in range(self.limits.num_pages)]
+        self._host = [[NEVER_WRITTEN] * self.limits.page_size for _ in range(self.limits.host_pages)]
         self._slots: dict[int, _Slot] = {}
         self.cache_lost = False
 
@@ -115,6 +118,7 @@ class FakeRunner:
         self._check(work)
         if self.hook is not None:
             self.hook(work)
+        self._move_pages(work)
         for slot, column, page in work.table_updates:
             self._tables[slot][column] = page
         for setup in work.slot_setups:
@@ -136,6 +140,14 @@ class FakeRunner:
             self._slots.clear()
         return lost
 
+    def _move_pages(self, work: StepWork) -> None:
+        for page, host_slot in work.page_outs:
+            self._host[host_slot] = self._pages[page].copy()
+        for source, target in work.page_copies:
+            self._pages[target] = self._pages[source].copy()
+        for host_slot, page in work.page_ins:
+            self._pages[page] = self._host[host_slot].copy()
+
     def _check(self, work: StepWork) -> None:
         limits = self.limits
         rows = [row.slot for row in work.prefills]
@@ -156,7 +168,8 @@ class FakeRunner:
 
     def _visible(self, slot: _Slot, length: int) -> list[int]:
         size = self.limits.page_size
-        return [self._pages[slot.table[i // size]][i % size] for i in range(length)]
+        first = 0 if self.limits.window is None else max(0, length - self.limits.window)
+        return [self._pages[slot.table[i // size]][i % size] for i in range(first, length)]
 
     def _sample(self, slot: _Slot) -> SampledToken:
         visible = self._visible(slot, slot.length)
@@ -183,14 +196,17 @@ class Expected:
     stop_reason: str | int | None
 
 
-def alone(prompt: Sequence[int], params: SamplingParams, seed: int, max_context: int) -> Expected:
-    """What one sequence must give, without pages, rounds or increments."""
+def alone(
+    prompt: Sequence[int], params: SamplingParams, seed: int, max_context: int, window: int | None = None
+) -> Expected:
+    """What one sequence must give, without pages, rounds or increments; the model sees `window` tokens."""
     tokenizer = FakeTokenizer()
     limit = min(params.max_tokens or max_context, max_context - len(prompt))
     out: list[int] = []
     banned = (*EOS_IDS, *params.stop_token_ids)
     while True:
-        out.append(choose([*prompt, *out], params, seed, len(out), banned))
+        visible = [*prompt, *out]
+        out.append(choose(visible if window is None else visible[-window:], params, seed, len(out), banned))
         final = out[-1]
         may_stop = len(out) > params.min_tokens
         eos = may_stop and not params.ignore_eos and final in EOS_IDS

@@ -53,6 +53,8 @@ class Limits:
     max_batched_tokens: int
     max_prefill_rows: int
     vocab_size: int
+    window: int | None = None
+    host_pages: int = 0
 
 
 class PartOf:

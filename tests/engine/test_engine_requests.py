@@ -338,7 +338,7 @@ def test_request_without_a_token_has_no_first_token_time():
 def test_cached_tokens_are_shown():
     engine = Engine(FakeRunner(), FakeTokenizer())
     prompt = [3 + i for i in range(10)]
-    for expected, salt in ((0, ""), (8, ""), (0, "tenant")):
+    for expected, salt in ((0, ""), (9, ""), (0, "tenant")):
         engine.add_request("r", prompt, SamplingParams(max_tokens=2, ignore_eos=True), cache_salt=salt)
         outputs = finish(engine)
         assert [output.num_cached_tokens for output in outputs] == [expected] * 2

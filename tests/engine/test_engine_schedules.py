@@ -28,9 +28,9 @@ def sampling_params(draw):
         n=draw(st.sampled_from([1, 1, 1, 2, 3])),
         temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
         seed=draw(st.integers(0, 2**33)),
-        stop=draw(st.lists(st.sampled_from(["a", "ab", "bca", " c", "d a", "cc"]), max_size=2)),
-        stop_token_ids=draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2)),
-        ignore_eos=draw(st.booleans()),
+        stop=draw(st.one_of(st.just([]), st.lists(st.sampled_from(["a", "ab", "bca", " c", "d a", "cc"]), max_size=2))),
+        stop_token_ids=draw(st.one_of(st.just([]), st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))),
+        ignore_eos=draw(st.sampled_from([True, True, False])),
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, min(4, max_tokens))),
         include_stop_str_in_output=draw(st.booleans()),
@@ -44,10 +44,12 @@ def limits(draw):
     return FakeLimits(
         max_slots=slots,
         page_size=draw(st.sampled_from([1, 2, 4, 5])),
-        num_pages=draw(st.integers(6, 40)),
+        num_pages=draw(st.one_of(st.integers(6, 12), st.integers(6, 40))),
         max_context=draw(st.integers(12, 40)),
         max_batched_tokens=draw(st.integers(slots, 24)),
         max_prefill_rows=draw(st.integers(1, 4)),
+        window=draw(st.sampled_from([None, None, 1, 3, 4, 9])),
+        host_pages=draw(st.sampled_from([0, 1, 5, 50])),
     )
 
 
@@ -55,9 +57,9 @@ def limits(draw):
 def schedulings(draw):
     """How an engine may schedule."""
     return {
-        "mode": draw(st.sampled_from(["continuous", "static"])),
+        "mode": draw(st.sampled_from(["continuous", "continuous", "static"])),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
-        "enable_prefix_caching": draw(st.booleans()),
+        "enable_prefix_caching": draw(st.sampled_from([True, True, False])),
         "enable_chunked_prefill": draw(st.booleans()),
         "reserve_full": draw(st.sampled_from([False, False, True])),
         "async_scheduling": draw(st.booleans()),
@@ -71,15 +73,27 @@ def assert_writes_are_private(scheduler, work):
     spans += [(row.slot, row.start, len(row.token_ids)) for row in work.prefills]
     for slot, start, count in spans:
         size = scheduler.config.page_size
-        for page in sequences[slot].pages[start // size : (start + count - 1) // size + 1]:
+        for column in range(start // size, (start + count - 1) // size + 1):
+            page = sequences[slot].pages[column]
             assert scheduler.pool.reference_count(page) == 1
             assert scheduler.pool.name_of(page) is None
+            assert column * size + len(scheduler.pool.run_of(page)) <= max(start, column * size)
 
 
-def assert_as_alone(output, prompt, params, max_context):
+def fits(bounds, scheduling, prompt, params):
+    """Whether a request can be served at all."""
+    room = bounds.max_context - len(prompt)
+    pages = -(-(len(prompt) + min(room, params.max_tokens) - 1) // bounds.page_size)
+    if bounds.window is not None:
+        pages = min(pages, max(1, (bounds.window - 2) // bounds.page_size + 2))
+    whole = scheduling["enable_chunked_prefill"] or len(prompt) <= bounds.max_batched_tokens
+    return room > 0 and pages < bounds.num_pages and whole
+
+
+def assert_as_alone(output, prompt, params, max_context, window=None):
     for completion in output.outputs:
         seed = (params.seed + completion.index) % 2**32
-        expected = alone(prompt, params, seed, max_context)
+        expected = alone(prompt, params, seed, max_context, window)
         assert completion.token_ids == expected.token_ids
         assert completion.text == expected.text
         assert completion.finish_reason == expected.finish_reason
@@ -112,7 +126,7 @@ class Streams:
 @settings(max_examples=300, deadline=None)
 @given(st.data(), limits(), schedulings())
 def test_random_schedules_give_what_each_request_gives_alone(data, bounds, scheduling):
-    requests = data.draw(st.lists(st.tuples(PROMPTS, sampling_params()), min_size=1, max_size=7))
+    requests = data.draw(st.lists(st.tuples(PROMPTS, sampling_params()), min_size=2, max_size=7))
     kinds = data.draw(st.lists(st.sampled_from(OutputKind), min_size=len(requests), max_size=len(requests)))
     arrivals = data.draw(st.lists(st.integers(0, 12), min_size=len(requests), max_size=len(requests)))
     cancels = data.draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 20), max_size=2))
@@ -120,6 +134,8 @@ def test_random_schedules_give_what_each_request_gives_alone(data, bounds, sched
     if scheduling["policy"] == "priority":
         priorities = data.draw(st.lists(st.integers(-1, 1), min_size=len(requests), max_size=len(requests)))
     salts = data.draw(st.lists(st.sampled_from(["", "", "x"]), min_size=len(requests), max_size=len(requests)))
+    suffixes = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=5)
+    resumes = data.draw(st.dictionaries(st.integers(0, len(requests) - 1), suffixes, max_size=3))
     inside = data.draw(st.booleans())  # cancel between schedule and commit
     round_number = 0
     cancelled = set()
@@ -141,6 +157,7 @@ def test_random_schedules_give_what_each_request_gives_alone(data, bounds, sched
     runner = FakeRunner(bounds, watch)
     engine = Engine(runner, FakeTokenizer(), **scheduling)
     refused = set()
+    resumed = {}
     while round_number <= 12 or engine.has_unfinished:
         for index, (prompt, params) in enumerate(requests):
             if arrivals[index] == round_number:
@@ -157,27 +174,32 @@ def test_random_schedules_give_what_each_request_gives_alone(data, bounds, sched
                     refused.add(index)
         cancel_due()
         for output in engine.step():
-            streams.take(output, kinds[int(output.request_id)])
+            turn = output.request_id
+            streams.take(output, OutputKind.CUMULATIVE if turn in resumed else kinds[int(turn)])
+            if output.finished and turn not in resumed and int(turn) in resumes:  # the conversation goes on
+                prompt, params = requests[int(turn)]
+                prompt = [*prompt, *streams.ids[turn, 0], *resumes[int(turn)]]
+                if fits(bounds, scheduling, prompt, params):
+                    resumed[f"{turn}+"] = prompt, params
+                    engine.add_request(f"{turn}+", prompt, params, cache_salt=salts[int(turn)])
         engine.scheduler.check_integrity()
         round_number += 1
         assert round_number < 2000, "the engine does not come to an end"
 
     for index, (prompt, params) in enumerate(requests):
-        positions = (bounds.num_pages - 1) * bounds.page_size
-        room = bounds.max_context - len(prompt)
-        fits = room > 0 and len(prompt) + min(room, params.max_tokens) - 1 <= positions
-        fits = fits and (scheduling["enable_chunked_prefill"] or len(prompt) <= bounds.max_batched_tokens)
-        assert (index in refused) is not fits
+        assert (index in refused) is not fits(bounds, scheduling, prompt, params)
         if index in refused or index in cancelled:
             continue
         output = streams.final[str(index)]
         if kinds[index] is not OutputKind.DELTA:
             assert len(output.outputs) == params.n
-            assert_as_alone(output, prompt, params, bounds.max_context)
+            assert_as_alone(output, prompt, params, bounds.max_context, bounds.window)
         for number in range(params.n):
-            expected = alone(prompt, params, (params.seed + number) % 2**32, bounds.max_context)
+            expected = alone(prompt, params, (params.seed + number) % 2**32, bounds.max_context, bounds.window)
             assert streams.ids[str(index), number] == expected.token_ids
             assert streams.text[str(index), number] == expected.text
+    for name, (prompt, params) in resumed.items():
+        assert_as_alone(streams.final[name], prompt, params, bounds.max_context, bounds.window)
     for index in cancelled:
         output = streams.final[str(index)]
         assert output.finished
@@ -289,7 +311,7 @@ def test_long_prompt_is_prefilled_in_pieces_while_others_decode():
     runner = FakeRunner(limits)
     engine = Engine(runner, FakeTokenizer())
     running = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0, seed=0)
-    engine.add_request("running", [3, 4], running)
+    engine.add_request("running", [9, 4], running)
     engine.step()
     prompt = [3 + i % 10 for i in range(20)]
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, seed=0)
@@ -299,4 +321,4 @@ def test_long_prompt_is_prefilled_in_pieces_while_others_decode():
     assert pieces == [(0, 7, False), (7, 7, False), (14, 6, True)]
     assert all(work.decodes for work in runner.history[1:4])
     assert_as_alone(final["long"], prompt, params, limits.max_context)
-    assert_as_alone(final["running"], [3, 4], running, limits.max_context)
+    assert_as_alone(final["running"], [9, 4], running, limits.max_context)

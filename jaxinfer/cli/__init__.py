@@ -1,76 +1,25 @@
-"""The `jaxinfer` command: one module for each of its commands."""
+"""The `jaxinfer` command.
+
+This module imports next to nothing, so that Ctrl-C is dealt with from the first moment: the rest comes inside `main`.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from typing import NoReturn
-
-from jaxinfer import __version__
-from jaxinfer.cli import _bench, _compile, _convert, _generate, _info, _plan, _simulate
-from jaxinfer.cli._errors import BAD_USE, INTERRUPTED, UserMistake
-from jaxinfer.cli._parser import Parser
-from jaxinfer.cli._quiet import quiet_libraries
 
 __all__ = ["main"]
-
-_PIPE_CLOSED = 141  # what a shell reports for a program that a closed pipe ended
-_DESCRIPTION = "Run language models with JAX on TPU, GPU and CPU."
-_EPILOG = """examples:
-  jaxinfer generate "What is the capital of France?"
-  jaxinfer generate                                    # on a terminal: a chat
-  jaxinfer generate --model ./my-model --temperature 0.7 --json "First prompt" "Second prompt"
-  jaxinfer bench steps --batch 1,8
-  jaxinfer plan --config config.json --target v6e-4
-  jaxinfer simulate --example
-  jaxinfer compile --config config.json --target v6e-4
-  jaxinfer info
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 2, after one sentence on standard error, for a user's mistake."""
-    quiet_libraries()
     try:
-        try:
-            return _run(arguments)
-        finally:
-            sys.stdout.flush()
-    except UserMistake as mistake:
-        print(f"jaxinfer: {mistake}", file=sys.stderr)
-        return BAD_USE
-    except BrokenPipeError:
-        _discard_stdout()
-        return _PIPE_CLOSED
+        from jaxinfer.cli._interrupt import imports_interruptible
+
+        with imports_interruptible():
+            from jaxinfer.cli._commands import run
+
+            return run(arguments)
     except KeyboardInterrupt:
-        _leave_at_once(INTERRUPTED)
+        from jaxinfer.cli._interrupt import leave_at_once
 
-
-def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
-    if options.run is None:
-        _parser().print_help()
-        return 0
-    return options.run(options)
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="jaxinfer", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
-    parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for command in (_generate, _bench, _plan, _simulate, _compile, _info, _convert):
-        command.add_parser(commands)
-    return parser
-
-
-def _discard_stdout() -> None:
-    """Give the interpreter nowhere to fail when it flushes standard output at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _leave_at_once(code: int) -> NoReturn:
-    """End without waiting for compilations that run in the background."""
-    sys.stderr.flush()
-    os._exit(code)
+        leave_at_once()

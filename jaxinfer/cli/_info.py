@@ -50,6 +50,7 @@ def gather() -> dict[str, Any]:
         "devices": [_device(device) for device in jax.devices()],
         "kernels_for": "the attention shape of Llama 3 8B in bfloat16",
         "kernels": {name: {"choice": choice.name, "reason": choice.reason} for name, choice in _kernels().items()},
+        "kv_cache": _kv_cache(),
         "caches": _caches(),
         "named_models": _named_models(),
     }
@@ -89,6 +90,13 @@ def _kernels() -> dict[str, Choice]:
         "pallas_kernels.kv_write", AUTO, written.k, written.v, written.pages, places, places
     )
     return choices
+
+
+def _kv_cache() -> dict[str, Any]:
+    from jaxinfer.core.pool import ROOM_FOR_CACHE
+    from jaxinfer.engine.build import default_kv_bytes
+
+    return {"default_bytes": int(default_kv_bytes()), "most_times_the_slots": ROOM_FOR_CACHE}
 
 
 def _caches() -> dict[str, dict[str, Any]]:
@@ -133,6 +141,9 @@ def _print(facts: dict[str, Any]) -> None:
     _section(f"Devices (backend {facts['backend']})", devices)
     kernels = {name: f"{kernel['choice']:<18} {kernel['reason']}" for name, kernel in facts["kernels"].items()}
     _section(f"Attention kernels (for {facts['kernels_for']})", kernels)
+    pool = facts["kv_cache"]
+    size = f"up to {decimal(pool['default_bytes'])}, and {pool['most_times_the_slots']} times what the slots can use"
+    _section("KV cache (unless --kv-cache-gib or --num-pages says otherwise)", {"size": size})
     caches = {name: f"{cache['path']} ({decimal(cache['bytes'])})" for name, cache in facts["caches"].items()}
     _section("Cache directories", caches)
     models = {

@@ -154,3 +154,19 @@ class Observer(Protocol):
 
 def unobserved(event: Event, /) -> None:
     """The observer that passes over everything."""
+
+
+class Observers:
+    """Several observers as one: each is told of every event, in their order. More may be added while events come."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def add(self, observer: Observer) -> None:
+        """Tell one more of everything from now on."""
+        self._observers = (*self._observers, observer)
+
+    def __call__(self, event: Event, /) -> None:
+        """Take one event."""
+        for observer in self._observers:
+            observer(event)

@@ -9,6 +9,9 @@ from jaxinfer.core.observer import PoolUsage
 from jaxinfer.core.page_runs import PageRuns
 
 PADDING_PAGE = 0
+ROOM_FOR_CACHE = 4
+"""A pool whose size nobody chose is at most this many times what the sequences that run at once can use: what is over
+keeps prefixes for prompts to come."""
 
 
 class BlockPool:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import jax
 
 from checkpoints import Tokenizer, open_checkpoint
+from jaxinfer.core.observer import Observer, unobserved
+from jaxinfer.core.pool import ROOM_FOR_CACHE
 from jaxinfer.engine.engine import Engine
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.config import COMPUTE_DTYPES, KV_DTYPES
@@ -42,8 +44,8 @@ class EngineOptions:
     max_context: positions of one sequence, prompt and output together; None for the model's own limit.
     page_size: positions of a page; None for 16 on CPU and 64 elsewhere.
     num_pages: pages of the KV pool; None to size it by kv_cache_gib.
-    kv_cache_gib: size of the KV pool in GiB; None for 1 on CPU, elsewhere 90% of the free device memory. Never more
-        than max_slots sequences of max_context can use.
+    kv_cache_gib: size of the KV pool in GiB; None for 1 on CPU, elsewhere 90% of the free device memory, but then at
+        most 4 times what max_slots sequences of max_context can use: what is over keeps prefixes in the cache.
     max_batched_tokens: prompt tokens of one round.
     max_prefill_rows: prompts computed at once.
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
@@ -122,14 +124,25 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def build_engine(model: str, options: EngineOptions | None = None, on_progress: Progress | None = None) -> Engine:
+def build_engine(
+    model: str,
+    options: EngineOptions | None = None,
+    on_progress: Progress | None = None,
+    observer: Observer = unobserved,
+) -> Engine:
     """Open a checkpoint, load it, allocate the cache and compile every program.
 
     model: a named model, a .gguf file, a Hugging Face or Orbax directory, or a hub id.
     on_progress: called with (what is going on, steps done, steps in all).
-    Raises ValueError, one sentence, when the model or the options cannot be used.
+    observer: told of every event; several are given as `jaxinfer.core.observer.Observers`.
+    Raises ValueError, one sentence, when the model, the options or the observer cannot be used.
     """
     options = options or EngineOptions()
+    if not callable(observer):
+        raise ValueError(
+            f"An observer must be callable with an event, not {type(observer).__name__}; "
+            "give several as jaxinfer.core.observer.Observers(a, b)."
+        )
     loaded = load_model(model, options, on_progress)
     runner = Runner(loaded.config, loaded.params, limits_for(loaded.config, options), on_progress)
     return Engine(
@@ -142,6 +155,7 @@ def build_engine(model: str, options: EngineOptions | None = None, on_progress: 
         async_scheduling=options.async_scheduling,
         model_version=model,
         seed=options.seed,
+        observer=observer,
     )
 
 
@@ -165,20 +179,20 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
     if max_context > config.max_positions:
         raise ValueError(f"max_context is {max_context}, but the model was made for {config.max_positions} positions.")
     page_size = options.page_size or (16 if jax.default_backend() == "cpu" else 64)
-    pages_per_sequence = -(-max_context // page_size)
-    useful = options.max_slots * pages_per_sequence + 1
     page_bytes = config.kv_bytes_per_token * page_size
     if options.num_pages is not None:
         num_pages = options.num_pages
         _check_pool(num_pages, page_bytes)
     else:
-        affordable = int(_pool_bytes(options)) // page_bytes
-        if affordable < 2:
+        num_pages = int(_pool_bytes(options)) // page_bytes
+        if num_pages < 2:
             raise ValueError(
                 f"The KV cache would hold less than one page of {page_size} positions ({page_bytes / 2**20:.1f} MiB); "
                 "give it more memory (kv_cache_gib)."
             )
-        num_pages = min(useful, affordable)
+        if options.kv_cache_gib is None:
+            pages_per_sequence = -(-max_context // page_size)
+            num_pages = min(num_pages, ROOM_FOR_CACHE * options.max_slots * pages_per_sequence + 1)
     return RunnerLimits(
         max_slots=options.max_slots,
         page_size=page_size,
@@ -213,6 +227,11 @@ def _total_memory() -> float:
 def _pool_bytes(options: EngineOptions) -> float:
     if options.kv_cache_gib is not None:
         return min(options.kv_cache_gib * GIB, _total_memory())
+    return default_kv_bytes()
+
+
+def default_kv_bytes() -> float:
+    """Most bytes that the KV pool takes when nobody chose its size; depends on what is free on the first device now."""
     stats = jax.local_devices()[0].memory_stats()
     if jax.default_backend() == "cpu" or not stats:
         return CPU_CACHE_GIB * GIB

@@ -131,3 +131,39 @@ def test_convert_says_when_there_is_no_tokenizer(capsys, tmp_path):
     (model / "tokenizer.json").unlink()
     assert main(["convert", str(model), str(tmp_path / "converted")]) == 0
     assert capsys.readouterr().out.startswith(f"Wrote {tmp_path / 'converted'}, without a tokenizer")
+
+
+def test_info_tells_the_size_of_the_cache(capsys):
+    assert main(["info", "--json"]) == 0
+    pool = json.loads(capsys.readouterr().out)["kv_cache"]
+    assert pool == {"default_bytes": 2**30, "most_times_the_slots": 4}
+    assert main(["info"]) == 0
+    assert "up to 1.1 GB, and 4 times what the slots can use" in capsys.readouterr().out
+
+
+CTRL_C_WHILE_IMPORTING = """
+import os, signal, sys
+from jaxinfer.cli import main
+
+class Presser:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(100):
+                    pass
+            except KeyboardInterrupt:
+                if name == "numpy":  # what modules that are not Python make of it
+                    raise ImportError("Encountered an error while initializing the extension.")
+                raise
+
+sys.meta_path.insert(0, Presser())
+sys.exit(main(["info"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["jaxinfer.cli._interrupt", "jaxinfer.cli._generate", "jax", "numpy"])
+def test_ctrl_c_while_importing_is_silent(module):
+    done = run(module, code=CTRL_C_WHILE_IMPORTING)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -7,6 +7,7 @@ from engine_tools import WIDE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxinfer.engine import build
 from jaxinfer.engine.build import EngineOptions, limits_for
 from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
@@ -60,10 +61,20 @@ def test_an_unknown_option_names_the_known_ones():
         EngineOptions.from_names(max_seqs=3)
 
 
-def test_the_pool_is_never_larger_than_the_slots_can_use(golden_models):
-    limits = limits_for(golden_models["mistral"].config, EngineOptions(max_slots=2, max_context=100, page_size=8))
-    assert limits.num_pages == 2 * 13 + 1
-    assert limits.pages_per_sequence == 13
+def test_the_pool_has_room_for_cached_prefixes(golden_models, monkeypatch):
+    config = golden_models["mistral"].config
+    sizes = {"max_slots": 2, "max_context": 100, "page_size": 8}
+    page_bytes = config.kv_bytes_per_token * 8
+
+    def pages(**options):
+        return limits_for(config, EngineOptions(**sizes, **options)).num_pages
+
+    assert limits_for(config, EngineOptions(**sizes)).pages_per_sequence == 13
+    assert pages() == 4 * 2 * 13 + 1
+    assert pages(kv_cache_gib=1000 * page_bytes / 2**30) == 1000  # a size that was chosen is taken whole
+    assert pages(num_pages=30) == 30
+    monkeypatch.setattr(build, "CPU_CACHE_GIB", 50 * page_bytes / 2**30)
+    assert pages() == 50  # the memory is the bound
 
 
 @given(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeAlias, cast
 
+from jaxinfer.core.observer import Observer, unobserved
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.engine import Engine, OutputKind, RequestOutput, RequestRefused
 from jaxinfer.engine.prompts import Prompt, Tokenizer
@@ -32,13 +34,22 @@ class LLM:
 
     Args:
         model: a checkpoint's path or name.
+        observer: told of everything that happens: a `jaxinfer.core.timeline.TimelineRecorder` for traces and reports, a
+            `jaxinfer.engine.metrics.PrometheusMetrics`, or both in a `jaxinfer.core.observer.Observers`.
+        show_progress: draw bars of downloading, loading and compiling on standard error, if that is a terminal.
         options: fields of `jaxinfer.engine.build.EngineOptions`, for instance max_slots=4, max_context=2048.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        from jaxinfer.engine.build import EngineOptions, build_engine  # an existing engine may not need jax
+    def __init__(
+        self, model: str, *, observer: Observer = unobserved, show_progress: bool = True, **options: Any
+    ) -> None:
+        # An existing engine needs neither jax nor a checkpoint.
+        from checkpoints import progress_bar
+        from jaxinfer.engine.build import EngineOptions, build_engine
 
-        self._attach(build_engine(model, EngineOptions.from_names(**options)))
+        engine_options = EngineOptions.from_names(**options)
+        with progress_bar() if show_progress else nullcontext() as progress:
+            self._attach(build_engine(model, engine_options, progress, observer))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
@@ -58,27 +69,33 @@ class LLM:
         return cast(ChatTokenizer, self.engine.tokenizer)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
         Args:
             prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these.
             params: for all prompts, or one for each.
+            priority: of all prompts, or one for each: with policy="priority" the lowest number goes first.
 
         Returns:
             One finished output per prompt, in the order of the prompts.
 
         Raises:
             RequestRefused: (a ValueError) a prompt cannot be served; then none of the batch is.
-            ValueError: not as many params as prompts.
+            ValueError: not as many params or priorities as prompts.
         """
         batch = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
         each = _params_for_each(params, len(batch))
+        ranks = _priority_for_each(priority, len(batch))
         ids: list[str] = []
         try:
-            for prompt, chosen in zip(batch, each, strict=True):
-                ids.append(self._add(prompt, chosen, OutputKind.FINAL_ONLY))
+            for prompt, chosen, rank in zip(batch, each, ranks, strict=True):
+                ids.append(self._add(prompt, chosen, OutputKind.FINAL_ONLY, rank))
             return [self._next_output(request_id) for request_id in ids]
         finally:
             for request_id in ids:
@@ -91,8 +108,15 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, written out by the model's chat template.
+
+        Args:
+            messages: one conversation, or a list of them.
+            params, priority: as for `generate`.
+            add_generation_prompt: end the prompt where the assistant's answer begins.
+            tools: descriptions of functions that the model may call, as its template takes them.
 
         Raises as `generate`, and as the tokenizer does for messages its template does not accept.
         """
@@ -100,16 +124,20 @@ class LLM:
             raise RequestRefused(f"A conversation must be a list of messages, not {type(messages).__name__}.")
         if not messages:
             raise RequestRefused("The conversation is empty; give at least one message.")
+        _check_tools(tools)
         one = isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Messages], [messages] if one else messages)
         encode = self.tokenizer.encode_chat
-        return self.generate([encode(talk, add_generation_prompt, tools) for talk in conversations], params)
+        prompts = [encode(talk, add_generation_prompt, tools) for talk in conversations]
+        return self.generate(prompts, params, priority=priority)
 
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         output_kind: OutputKind = OutputKind.CUMULATIVE,
+        *,
+        priority: int = 0,
     ) -> OutputStream:
         """Complete one prompt and yield an output whenever there is a new token.
 
@@ -117,11 +145,12 @@ class LLM:
         new. The last output has finished=True. The request is checked and queued at the call, before the first output
         is asked for; closing the iterator early cancels it.
         """
-        return OutputStream(self, self._add(prompt, params, output_kind))
+        (rank,) = _priority_for_each(priority, 1)
+        return OutputStream(self, self._add(prompt, params, output_kind, rank))
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind) -> str:
+    def _add(self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind, priority: int) -> str:
         request_id = str(next(self._numbers))
-        self.engine.add_request(request_id, prompt, params, output_kind=kind)
+        self.engine.add_request(request_id, prompt, params, output_kind=kind, priority=priority)
         self._inbox[request_id] = deque()
         return request_id
 
@@ -188,3 +217,25 @@ def _params_for_each(
     if len(params) != count:
         raise ValueError(f"There are {count} prompts but {len(params)} sampling parameters; give one for each or one.")
     return params
+
+
+def _priority_for_each(priority: int | Sequence[int], count: int) -> Sequence[int]:
+    each = [priority] * count if isinstance(priority, int) else priority
+    if isinstance(each, (str, bytes)) or not isinstance(each, Sequence):
+        raise ValueError(f"A priority must be an integer or a list of them, not {type(each).__name__}.")
+    if len(each) != count:
+        raise ValueError(f"There are {count} prompts but {len(each)} priorities; give one for each or one.")
+    for number in each:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"A priority must be an integer, not {number!r}.")
+    return each
+
+
+def _check_tools(tools: object) -> None:
+    if tools is None:
+        return
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise RequestRefused(f"Tools must be a list of function descriptions, not {type(tools).__name__}.")
+    for tool in tools:
+        if not isinstance(tool, Mapping):
+            raise RequestRefused(f"A tool must be described by a dict, not {type(tool).__name__}.")

@@ -136,12 +136,11 @@ def run_kernels(options: argparse.Namespace) -> int:
 
 
 def _step_timer(options: argparse.Namespace, engine: EngineOptions) -> tuple[StepTimer, TimerSizes]:
-    from checkpoints import open_checkpoint
-    from jaxinfer.cli._progress import progress_bars
+    from checkpoints import open_checkpoint, progress_bar
     from jaxinfer.engine.step_times import StepTimer
     from jaxinfer.runtime.loading import decoder_config
 
-    with progress_bars() as progress:
+    with progress_bar() as progress:
         if options.config:
             config = _config(options.config, engine)
             sizes = _sizes(options, config.max_positions)

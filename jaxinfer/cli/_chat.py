@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from checkpoints import Tokenizer
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._interrupt import interruptible
+from jaxinfer.cli._recording import Recording
 from jaxinfer.cli._serving import Finished, Job, prepare, print_statistics, serve
 from jaxinfer.engine import OutputKind
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, recording: Recording) -> int:
     """Ask, answer, remember, until the user leaves."""
     if options.json:
         raise UserMistake("--json needs a prompt; give one as an argument, with --prompt-file or through a pipe.")
@@ -24,13 +25,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserMistake("A chat goes through the chat template; leave out --raw or give a prompt.")
     if getattr(options, "n", 1) != 1:
         raise UserMistake("A chat has one answer at a time; leave out --n or give a prompt.")
-    job = prepare(options, _no_prompts)
+    job = prepare(options, _no_prompts, recording.observer)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing and history for input()
     print(f"{options.model}: {_HELP}")
     conversation = Conversation(job, options.system)
     while (question := _ask()) not in (None, "/exit"):
         _respond(conversation, question)
+    recording.write("Chat", job.facts(options.model), job.engine.scheduler.config)
     return 0
 
 

@@ -29,10 +29,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert and say where it lies."""
-    from checkpoints import conversion_note, convert
-    from jaxinfer.cli._progress import progress_bars
+    from checkpoints import conversion_note, convert, progress_bar
 
-    with user_mistakes(), progress_bars() as progress:
+    with user_mistakes(), progress_bar() as progress:
         written = convert(options.source, options.destination, format=options.to, progress=progress)
         note = conversion_note(written)
     print(f"Wrote {written}{note}")

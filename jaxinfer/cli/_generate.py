@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import INTERRUPTED, UserMistake, user_mistakes
 from jaxinfer.cli._options import add_engine_options, add_model, add_sampling_options
+from jaxinfer.cli._recording import Recording, add_file_options
 
 if TYPE_CHECKING:
     from checkpoints import Tokenizer
@@ -45,20 +46,22 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--system", metavar="S", help="system message before the prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for each prompt")
+    add_file_options(parser.add_argument_group("what happened"))
     add_sampling_options(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, without=("policy",))  # prompts have no priorities here
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Generate, or chat."""
     _check(options)
+    recording = Recording(options)
     prompts = _prompts(options)
     if prompts is None:
         from jaxinfer.cli import _chat
 
-        return _chat.run(options)
-    return _generate(options, prompts)
+        return _chat.run(options, recording)
+    return _generate(options, prompts, recording)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -119,17 +122,19 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, prompts: Sequence
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _generate(options: argparse.Namespace, prompts: Sequence[str]) -> int:
+def _generate(options: argparse.Namespace, prompts: Sequence[str], recording: Recording) -> int:
     from jaxinfer.cli._interrupt import interruptible
     from jaxinfer.cli._serving import prepare, print_statistics
 
-    job = prepare(options, lambda tokenizer: _encode(tokenizer, options, prompts))
+    job = prepare(options, lambda tokenizer: _encode(tokenizer, options, prompts), recording.observer)
     with interruptible() as interrupted:
         if options.json or len(prompts) > 1 or job.params.n > 1:
             finished = _print_whole(job, prompts, options.json, interrupted)
         else:
             finished = _print_stream(job, interrupted)
         print_statistics(finished)
+        title = f"Generation from {len(prompts)} prompt{'' if len(prompts) == 1 else 's'}"
+        recording.write(title, job.facts(options.model), job.engine.scheduler.config)
         return INTERRUPTED if interrupted() else 0
 
 

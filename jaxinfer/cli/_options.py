@@ -127,7 +127,8 @@ ENGINE_FLAGS = (
     Flag("max_prefill_rows", "prompts computed at once (default: 8)", whole_number, "N"),
     Flag(
         "kv_cache_gib",
-        "size of the KV cache in GiB (default: 1 on CPU, else 90%% of the free device memory)",
+        "size of the KV cache in GiB (default: 1 on CPU, else 90%% of the free device memory, "
+        "but at most 4 times what the slots can use)",
         number,
         "GIB",
     ),
@@ -183,11 +184,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         flag.add_to(group)
 
 
-def add_engine_options(parser: argparse.ArgumentParser, only: tuple[str, ...] | None = None) -> None:
+def add_engine_options(
+    parser: argparse.ArgumentParser, only: tuple[str, ...] | None = None, without: tuple[str, ...] = ()
+) -> None:
     """Declare an option for every field of EngineOptions, or for some of them."""
     group = parser.add_argument_group("engine")
     for flag in ENGINE_FLAGS:
-        if only is None or flag.field in only:
+        if (only is None or flag.field in only) and flag.field not in without:
             flag.add_to(group)
 
 

@@ -47,6 +47,14 @@ def positive(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """A TCP port, for argparse."""
+    value = whole_number(text)
+    if not 0 < value < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return value
+
+
 def positives(text: str) -> tuple[int, ...]:
     """Integers above 0 with commas between them, for argparse."""
     return tuple(positive(part) for part in text.split(","))

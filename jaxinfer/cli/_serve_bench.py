@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import add_engine_options, add_model, engine_options
-from jaxinfer.cli._parser import Parser
+from jaxinfer.cli._parser import Parser, port
+from jaxinfer.cli._recording import check_outputs
 from jaxinfer.cli._workload import (
     add_result_options,
     add_workload_options,
-    check_outputs,
     read_slo,
     read_workload,
     show_run,
 )
+from jaxinfer.core.observer import Observer, Observers, unobserved
 
 if TYPE_CHECKING:
     from jaxinfer.core.workload import Workload
     from jaxinfer.engine import Engine
-    from jaxinfer.engine.build import EngineOptions
 
 _ABOUT = """Serve a workload in this process, in real time: requests that come by a Poisson process, in bursts, all at
 once or in a closed loop, of random tokens or from a file. Tells TTFT (from arrival), ITL (between tokens), TPOT and
@@ -35,6 +37,12 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
     add_model(parser)
     add_workload_options(parser)
     add_result_options(parser)
+    parser.add_argument(
+        "--metrics-port",
+        type=port,
+        metavar="N",
+        help="serve Prometheus metrics on http://127.0.0.1:N/metrics while the workload runs",
+    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -42,24 +50,24 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve, measure and print."""
     from jaxinfer.cli._quiet import native_messages_held
-    from jaxinfer.cli._serving import require_device
+    from jaxinfer.cli._serving import require_device, scheduler_facts
     from jaxinfer.engine.report import SECONDS
     from jaxinfer.engine.serve_bench import measure_serving
 
     read_slo(options)  # a mistake here must not wait for the run
     check_outputs(options)
-    device = require_device()
-    with native_messages_held():
-        engine, settings, workload = _prepare(options)
-    measured = measure_serving(engine, settings, workload)
+    with _metrics_served(options) as metrics:
+        device, observers = require_device(), Observers()
+        with native_messages_held():
+            engine, workload = _prepare(options, observers)
+        measured = measure_serving(engine, observers, workload, also=metrics)
     if len(measured.refused) == len(workload.requests):
         raise UserMistake(f"Every request was refused, the first with: {measured.refused[0]}")
     facts = [
         ("model", options.model),
         ("device", device.device_kind),
         ("workload", workload.hash),
-        ("slots", str(measured.config.max_slots)),
-        ("KV pages", f"{measured.config.num_pages - 1} of {measured.config.page_size} positions"),
+        *scheduler_facts(measured.config),
     ]
     if measured.refused:
         facts.append(("refused", str(len(measured.refused))))
@@ -68,19 +76,41 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(options: argparse.Namespace) -> tuple[Engine, EngineOptions, Workload]:
-    """The engine, what it was built with, and the workload in its model's tokens."""
-    from checkpoints import open_checkpoint
-    from jaxinfer.cli._progress import progress_bars
+@contextmanager
+def _metrics_served(options: argparse.Namespace) -> Iterator[Observer]:
+    """An observer whose metrics are on --metrics-port until the block ends."""
+    if options.metrics_port is None:
+        yield unobserved
+        return
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        from jaxinfer.engine.metrics import PrometheusMetrics
+    except ImportError:
+        raise UserMistake("--metrics-port needs prometheus-client; pip install 'jaxinfer[metrics]'.") from None
+    registry = CollectorRegistry()
+    with user_mistakes():
+        server, thread = start_http_server(options.metrics_port, addr="127.0.0.1", registry=registry)
+    try:
+        yield PrometheusMetrics(options.model, registry)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _prepare(options: argparse.Namespace, observer: Observer) -> tuple[Engine, Workload]:
+    """The engine, and the workload in its model's tokens."""
+    from checkpoints import open_checkpoint, progress_bar
     from jaxinfer.engine.build import build_engine
     from jaxinfer.runtime.loading import decoder_config
 
     given = engine_options(options)
-    with progress_bars() as progress, user_mistakes():
+    with progress_bar() as progress, user_mistakes():
         with open_checkpoint(options.model, progress=progress) as checkpoint:
             config = decoder_config(checkpoint, dtype=given.dtype, kv_dtype=given.kv_dtype, attention=given.attention)
             workload = read_workload(options, config.vocab_size, checkpoint.tokenizer().encode)
             # A hub model is opened again by its directory, so that the hub is asked once.
             source = options.model if checkpoint.directory is None else str(checkpoint.directory)
         settings = engine_options(options, max_context=workload.longest)
-        return build_engine(source, settings, progress), settings, workload
+        return build_engine(source, settings, progress, observer), workload

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from checkpoints import Checkpoint, Tokenizer, open_checkpoint
+from checkpoints import Checkpoint, Tokenizer, open_checkpoint, progress_bar
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import engine_options, sampling_params
-from jaxinfer.cli._progress import progress_bars
 from jaxinfer.cli._quiet import native_messages_held
+from jaxinfer.core.observer import Observer, unobserved
 from jaxinfer.core.sampling_params import SamplingParams
+from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.engine import Engine, OutputKind, RequestMetrics, RequestOutput, Runner
 from jaxinfer.engine.prompts import Prompt
 
@@ -30,14 +31,20 @@ class Job:
     params: SamplingParams
     prompts: tuple[Prompt, ...]
 
+    def facts(self, model: str) -> list[tuple[str, str]]:
+        """What a report tells of the engine, as (label, value)."""
+        return [("model", model), *scheduler_facts(self.engine.scheduler.config)]
 
-def prepare(options: argparse.Namespace, encode: Callable[[Tokenizer], Sequence[Prompt]]) -> Job:
+
+def prepare(
+    options: argparse.Namespace, encode: Callable[[Tokenizer], Sequence[Prompt]], observer: Observer = unobserved
+) -> Job:
     """Load and compile the model that the options name, for the prompts that `encode` makes with its tokenizer.
 
     Whatever the model, the options or the prompts have wrong is refused before the long part.
     """
     sampling_params(options, {})  # a mistake here must not wait for a download
-    with native_messages_held(), progress_bars() as progress:
+    with native_messages_held(), progress_bar() as progress:
         with user_mistakes(), open_checkpoint(options.model, progress=progress) as checkpoint:
             params = sampling_params(options, checkpoint.generation_config)
             tokenizer = checkpoint.tokenizer()
@@ -51,7 +58,13 @@ def prepare(options: argparse.Namespace, encode: Callable[[Tokenizer], Sequence[
         from jaxinfer.engine.build import build_engine
 
         with user_mistakes():
-            return Job(build_engine(source, engine, progress), tokenizer, params, prompts)
+            return Job(build_engine(source, engine, progress, observer), tokenizer, params, prompts)
+
+
+def scheduler_facts(config: SchedulerConfig) -> list[tuple[str, str]]:
+    """Slots and pages, as (label, value)."""
+    pages = f"{config.num_pages - 1} of {config.page_size} positions"
+    return [("slots", str(config.max_slots)), ("KV pages", pages)]
 
 
 def require_device() -> Any:

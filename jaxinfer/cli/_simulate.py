@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._parser import Parser, number, positive
 from jaxinfer.cli._plan import add_config_source, read_decoder
+from jaxinfer.cli._recording import (
+    capacity_of,
+    check_outputs,
+    write_files,
+)
 from jaxinfer.cli._tables import print_table
 from jaxinfer.cli._workload import (
     add_result_options,
     add_workload_options,
-    capacity_of,
-    check_outputs,
     read_slo,
     read_workload,
     show_run,
-    write_files,
 )
 from jaxinfer.core.latency import summarize
+from jaxinfer.core.pool import ROOM_FOR_CACHE
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.scheduling_example import ExampleRun, example_config, first_and_last_tick, run_all, tick_rows
 from jaxinfer.core.simulator import Simulator, StepSeconds, one_tick
@@ -62,10 +65,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     engine.add_argument("--max-context", type=positive, default=2048, metavar="N", help="positions of each (2048)")
     engine.add_argument("--page-size", type=positive, default=16, metavar="N", help="positions of a page (16)")
     engine.add_argument(
-        "--num-pages", type=positive, metavar="N", help="pages of the pool (default: for every slot, or all that fit)"
+        "--num-pages",
+        type=positive,
+        metavar="N",
+        help="pages of the pool (default: 4 times what the slots use, or all that fit)",
     )
     engine.add_argument("--max-batched-tokens", type=positive, default=512, metavar="N", help="tokens of a round (512)")
     engine.add_argument("--mode", default="continuous", choices=("continuous", "static"), help="(continuous)")
+    engine.add_argument(
+        "--policy", default="fcfs", choices=("fcfs", "priority"), help="who goes first; priorities come with a dataset"
+    )
     engine.add_argument("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
     engine.add_argument("--no-enable-chunked-prefill", action="store_true", help="compute prompts in one piece")
     engine.add_argument("--no-async-scheduling", action="store_true", help="schedule a round when the last one is done")
@@ -160,7 +169,7 @@ def _pages_that_fit(options: argparse.Namespace, model: DecoderConfig, target: T
 
 
 def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> SchedulerConfig:
-    pages = 1 + options.max_slots * -(-options.max_context // options.page_size)
+    pages = 1 + ROOM_FOR_CACHE * options.max_slots * -(-options.max_context // options.page_size)
     if most_pages is not None:
         pages = min(pages, most_pages)
     with user_mistakes():
@@ -171,6 +180,7 @@ def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> Sc
             max_context=options.max_context,
             max_batched_tokens=max(options.max_batched_tokens, options.max_slots),
             mode=options.mode,
+            policy=options.policy,
             max_prefill_rows=min(_PREFILL_ROWS, options.max_slots),
             enable_prefix_caching=not options.no_enable_prefix_caching,
             enable_chunked_prefill=not options.no_enable_chunked_prefill,

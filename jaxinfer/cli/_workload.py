@@ -1,4 +1,4 @@
-"""Options and results that `bench serve` and `simulate` share: workload, objective, trace, report and figures."""
+"""Options and results that `bench serve` and `simulate` share: workload, objective and figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._parser import number, positive, whole_number
+from jaxinfer.cli._recording import add_file_options, capacity_of, write_files
 from jaxinfer.cli._tables import print_table
-from jaxinfer.core.latency import Capacity, Distribution, Slo, Summary, summarize
+from jaxinfer.core.latency import Distribution, Slo, Summary, summarize
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.timeline import Timeline
 from jaxinfer.core.workload import Workload, WorkloadSpec, dataset_workload, random_workload
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.report import ReportSection, TimeUnit
+    from jaxinfer.engine.report import TimeUnit
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,8 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dataset-path",
         metavar="FILE",
-        help="requests as JSON lines instead, with prompt, prompt_token_ids or input_tokens; output_tokens; arrival",
+        help="requests as JSON lines: prompt, prompt_token_ids or input_tokens, and perhaps output_tokens, "
+        "arrival, priority",
     )
     group.add_argument("--seed", type=whole_number, default=0, metavar="N", help="same seed, same work (0)")
 
@@ -74,8 +76,7 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slo", metavar="LIMITS", help="count requests within limits on ttft, itl, tpot or e2e: ttft:200ms,itl:50ms"
     )
-    group.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev")
-    group.add_argument("--report", metavar="FILE", help="write a page of HTML with the timeline as a picture")
+    add_file_options(group)
     group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -111,21 +112,6 @@ def read_slo(options: argparse.Namespace) -> Slo | None:
         return None if options.slo is None else Slo.parse(options.slo)
 
 
-def check_outputs(options: argparse.Namespace) -> None:
-    """UserMistake when --trace or --report cannot be written, before the long part."""
-    with user_mistakes():
-        for path in (options.trace, options.report):
-            if path is not None:
-                with open(path, "a", encoding="utf-8"):
-                    pass
-
-
-def capacity_of(config: SchedulerConfig) -> Capacity:
-    """What sequences may have to wait for under a scheduler."""
-    static = config.mode == "static"
-    return Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens, static)
-
-
 def show_run(
     options: argparse.Namespace,
     title: str,
@@ -144,18 +130,6 @@ def show_run(
         return
     print(f"{title}. " + "; ".join(f"{label}: {value}" for label, value in facts) + ".")
     _print_summary(summary, unit)
-
-
-def write_files(options: argparse.Namespace, sections: Sequence[ReportSection]) -> None:
-    """What --trace and --report ask for; the trace is that of the last section."""
-    from jaxinfer.engine.report import write_report
-    from jaxinfer.engine.trace import write_trace
-
-    with user_mistakes():
-        if options.trace is not None:
-            write_trace(sections[-1].timeline, options.trace)
-        if options.report is not None:
-            write_report(sections, options.report)
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

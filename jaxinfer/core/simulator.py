@@ -141,4 +141,12 @@ class Simulator:
 
 def _request(request: WorkloadRequest, arrival: float) -> Request:
     params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0)
-    return Request(request.request_id, request.prompt_ids, params, seed=0, eos_ids=(), arrival=arrival)
+    return Request(
+        request.request_id,
+        request.prompt_ids,
+        params,
+        seed=0,
+        eos_ids=(),
+        arrival=arrival,
+        priority=request.priority,
+    )

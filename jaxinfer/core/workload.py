@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGEST_LINE = 2**24
-_KEYS = ("prompt", "prompt_token_ids", "input_tokens", "output_tokens", "arrival")
+_KEYS = ("prompt", "prompt_token_ids", "input_tokens", "output_tokens", "arrival", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,14 @@ class WorkloadRequest:
         arrival: when it comes, in seconds from the beginning.
         prompt_ids: its tokens, at least one.
         output_tokens: how many tokens it samples; nothing else ends it.
+        priority: lower goes first under the policy "priority".
     """
 
     request_id: str
     arrival: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Workload:
         for request in self.requests:
             digest.update(f"\n{request.arrival!r} {request.output_tokens} {len(request.prompt_ids)} ".encode())
             digest.update(array("q", request.prompt_ids).tobytes())
+            if request.priority:
+                digest.update(f" {request.priority}".encode())
         return digest.hexdigest()[:16]
 
     @property
@@ -121,8 +125,8 @@ def dataset_workload(
     """Requests from JSON lines.
 
     Each line is an object with "prompt" (text), "prompt_token_ids" or "input_tokens" (so many random tokens), perhaps
-    "output_tokens" (default: spec.output_len) and perhaps "arrival" in seconds (in all lines or in none; default: by
-    the spec's rate). Of the spec, lengths and prefix are not used; at most num_prompts lines are.
+    "output_tokens" (default: spec.output_len), "priority" (default: 0) and "arrival" in seconds (in all lines or in
+    none; default: by the spec's rate). Of the spec, lengths and prefix are not used; at most num_prompts lines are.
     encode: text -> token ids; None when there is no tokenizer.
     Raises ValueError, naming the line, for anything else.
     """
@@ -140,7 +144,7 @@ def dataset_workload(
         output = _whole(entry.get("output_tokens", spec.output_len), "output_tokens", number)
         timed.append("arrival" in entry)
         arrival = _time(entry["arrival"], number) if timed[-1] else next(arrivals)
-        requests.append(WorkloadRequest(str(len(requests)), arrival, prompt, output))
+        requests.append(WorkloadRequest(str(len(requests)), arrival, prompt, output, _priority(entry, number)))
     if not requests:
         raise ValueError("The dataset has no requests.")
     if any(timed) and not all(timed):
@@ -241,6 +245,13 @@ def _prompt(
 def _whole(value: Any, key: str, number: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_LINE:
         raise ValueError(f"Line {number} of the dataset has {key} {value!r}, which must be 1 to {LARGEST_LINE}.")
+    return value
+
+
+def _priority(entry: Mapping[str, Any], number: int) -> int:
+    value = entry.get("priority", 0)
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > LARGEST_LINE:
+        raise ValueError(f"Line {number} of the dataset has priority {value!r}, which must be an integer.")
     return value
 
 

@@ -1,6 +1,8 @@
 """Prometheus metrics of serving, under the names that vLLM's dashboards use where the meaning is the same.
 
-Needs prometheus-client: pip install 'jaxinfer[metrics]'.
+Needs prometheus-client: pip install 'jaxinfer[metrics]'. What differs from vLLM's: a request's n completions count as n
+requests, times end when the last token is on the host rather than when it is delivered, and the tokens that a
+preempted sequence computes again count among the queries of the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from jaxinfer.core.observer import (
     SequenceStep,
 )
 
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 40.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
 
@@ -28,7 +31,9 @@ class _Unfinished:
     """What the latencies of a sequence are counted from."""
 
     arrival: float
-    started: bool = False
+    num_prompt_tokens: int
+    began: float | None = None
+    first_token: float | None = None
     last_token: float | None = None
 
 
@@ -55,7 +60,7 @@ class PrometheusMetrics:
         self._running = gauge("num_requests_running", "Sequences with a slot.")
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for a slot.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the KV pages held by sequences, 1 for all.")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted sequences.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of the sequences that have their first token.")
         self._generation_tokens = counter("generation_tokens", "Sampled tokens.")
         self._preemptions = counter("num_preemptions", "Sequences that lost their slot.")
         self._queries = counter("prefix_cache_queries", "Known tokens of sequences that entered a slot.")
@@ -66,6 +71,13 @@ class PrometheusMetrics:
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _SHORT)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first work.", _LONG)
+        self._prefill = histogram("request_prefill_time_seconds", "From the first work to the first token.", _LONG)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", _LONG)
+        self._inference = histogram("request_inference_time_seconds", "From the first work to the last token.", _LONG)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _SHORT)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of each sequence.", _COUNTS)
+        self._request_output = histogram("request_generation_tokens", "Tokens that each sequence sampled.", _COUNTS)
+        self._round_tokens = histogram("iteration_tokens_total", "Tokens computed in each round.", _COUNTS)
         self._model_name = model_name
         self._sequences: dict[SequenceId, _Unfinished] = {}
         self._ended: dict[SequenceId, SequenceFinished] = {}
@@ -75,8 +87,8 @@ class PrometheusMetrics:
         match event:
             case RequestQueued():
                 for index in range(event.num_sequences):
-                    self._sequences[SequenceId(event.request_id, index)] = _Unfinished(event.arrival)
-                self._prompt_tokens.inc(event.num_prompt_tokens * event.num_sequences)
+                    state = _Unfinished(event.arrival, event.num_prompt_tokens)
+                    self._sequences[SequenceId(event.request_id, index)] = state
             case SequencePreempted():
                 self._preemptions.inc()
             case SequenceFinished():
@@ -89,19 +101,33 @@ class PrometheusMetrics:
         self._running.set(event.running)
         self._waiting.set(event.waiting)
         self._usage.set(event.pages.active / sum(event.pages))
+        self._round_tokens.observe(event.work.num_tokens)
         for step in event.steps():
             if step.sequence in self._sequences:
                 self._step(step, self._sequences[step.sequence], event)
         # A round's event comes after those of the sequences that it ended.
-        for sequence in self._ended:
+        for sequence, end in self._ended.items():
             state = self._sequences.pop(sequence, None)
-            if state is not None and state.last_token is not None:
-                self._e2e.observe(state.last_token - state.arrival)
+            if state is not None:
+                self._finish(state, end.num_output_tokens)
         self._ended.clear()
 
+    def _finish(self, state: _Unfinished, tokens: int) -> None:
+        began, first, last = state.began, state.first_token, state.last_token
+        if began is None or first is None or last is None:
+            return
+        self._e2e.observe(last - state.arrival)
+        self._prefill.observe(first - began)
+        self._decode.observe(last - first)
+        self._inference.observe(last - began)
+        self._request_prompt.observe(state.num_prompt_tokens)
+        self._request_output.observe(tokens)
+        if tokens > 1:
+            self._tpot.observe((last - first) / (tokens - 1))
+
     def _step(self, step: SequenceStep, state: _Unfinished, event: RoundFinished) -> None:
-        if not state.started:
-            state.started = True
+        if state.began is None:
+            state.began = event.start
             self._queue.observe(event.start - state.arrival)
         if step.kind == "prefill":
             self._queries.inc(step.cached_tokens + step.computed_tokens)
@@ -109,6 +135,8 @@ class PrometheusMetrics:
         if step.sampled:
             self._generation_tokens.inc()
             if state.last_token is None:
+                state.first_token = event.end
+                self._prompt_tokens.inc(state.num_prompt_tokens)
                 self._ttft.observe(event.end - state.arrival)
             else:
                 self._itl.observe(event.end - state.last_token)

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxinfer.core.observer import Observer, unobserved
+from jaxinfer.core.observer import Observer, Observers, unobserved
 from jaxinfer.core.request import RequestRefused
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.timeline import Timeline, TimelineRecorder
 from jaxinfer.core.workload import Feed, Workload, WorkloadRequest
-from jaxinfer.engine.build import EngineOptions
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import OutputKind
 
 _WARM_UP_TOKENS = 4
+_WARM_UP_SALT = "warm-up"
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,21 @@ class ServingRun:
     refused: tuple[str, ...]
 
 
-def measure_serving(built: Engine, options: EngineOptions, workload: Workload) -> ServingRun:
-    """Serve a workload on the runner of an engine, after a warm-up with other tokens of the same lengths.
+def measure_serving(
+    engine: Engine, observers: Observers, workload: Workload, also: Observer = unobserved
+) -> ServingRun:
+    """Serve a workload after a warm-up with other tokens of the same lengths.
 
-    options: those that the engine was built with. The measured engine starts with an empty cache.
+    observers: what the engine was built with. also: an observer that, as the timeline, sees nothing of the warm-up.
+    Nothing that the warm-up leaves in the cache can be found by the workload.
     """
-    serve(
-        _on_same_runner(built, options, unobserved),
-        _warm_up(workload, options.max_slots, built.runner.limits.vocab_size),
-    )
+    limits, config = engine.runner.limits, engine.scheduler.config
+    serve(engine, _warm_up(workload, limits.max_slots, limits.vocab_size), cache_salt=_WARM_UP_SALT)
     recorder = TimelineRecorder()
-    engine = _on_same_runner(built, options, recorder)
+    observers.add(recorder)
+    observers.add(also)
     refused = serve(engine, workload)
-    return ServingRun(recorder.timeline(), engine.scheduler.config, refused)
+    return ServingRun(recorder.timeline(), config, refused)
 
 
 def serve(
@@ -48,10 +50,11 @@ def serve(
     workload: Workload,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    cache_salt: str = "",
 ) -> tuple[str, ...]:
     """Send every request when it is due and run until all are finished; the reasons why requests were refused.
 
-    clock: the engine's. Tokens are greedy and nothing but their number ends a request.
+    clock: the engine's. cache_salt: of every request. Tokens are greedy and nothing but their number ends a request.
     """
     feed = Feed(workload, clock())
     refused = []
@@ -59,7 +62,15 @@ def serve(
         for request, arrival in feed.take(clock(), len(engine.scheduler.requests)):
             params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
             try:
-                engine.add_request(request.request_id, request.prompt_ids, params, arrival, OutputKind.FINAL_ONLY)
+                engine.add_request(
+                    request.request_id,
+                    request.prompt_ids,
+                    params,
+                    arrival,
+                    OutputKind.FINAL_ONLY,
+                    priority=request.priority,
+                    cache_salt=cache_salt,
+                )
             except RequestRefused as refusal:
                 refused.append(str(refusal))
         if engine.has_unfinished:
@@ -68,19 +79,6 @@ def serve(
             sleep(max(0.0, feed.next_arrival - clock()))
         else:
             return tuple(refused)
-
-
-def _on_same_runner(built: Engine, options: EngineOptions, observer: Observer) -> Engine:
-    return Engine(
-        built.runner,
-        built.tokenizer,
-        mode=options.mode,
-        policy=options.policy,
-        enable_prefix_caching=options.enable_prefix_caching,
-        enable_chunked_prefill=options.enable_chunked_prefill,
-        async_scheduling=options.async_scheduling,
-        observer=observer,
-    )
 
 
 def _warm_up(workload: Workload, count: int, vocab_size: int) -> Workload:

@@ -14,8 +14,8 @@ from typing import Any
 from jaxinfer.core.timeline import RoundTimeline, SequenceTimeline, Timeline
 
 _PROCESS = 1
-_DEVICE, _HOST, _FIRST_SLOT = 1, 2, 10
-"""Track numbers; Perfetto shows tracks in their order."""
+_DEVICE, _HOST, _FIRST_SLOT = 2, 3, 10
+"""Track numbers; Perfetto shows tracks in their order, and takes one with the process's number for its main thread."""
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:

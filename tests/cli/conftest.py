@@ -10,6 +10,7 @@ import pytest
 from tiny_model import write_model
 
 from jaxinfer.cli import main
+from jaxinfer.core.observer import unobserved
 from jaxinfer.engine import Engine
 
 
@@ -51,11 +52,13 @@ def engine_builds(monkeypatch, tiny_runner):
 
     asked = []
 
-    def build_engine(model, options, on_progress=None):
+    def build_engine(model, options, on_progress=None, observer=unobserved):
         asked.append(SimpleNamespace(model=model, options=options))
         tiny_runner.reset()
         with build.open_checkpoint(model) as checkpoint:
-            return Engine(tiny_runner, checkpoint.tokenizer(), mode=options.mode)
+            return Engine(
+                tiny_runner, checkpoint.tokenizer(), mode=options.mode, policy=options.policy, observer=observer
+            )
 
     monkeypatch.setattr(build, "build_engine", build_engine)
     return asked

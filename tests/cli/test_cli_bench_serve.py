@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+import urllib.request
 
 import pytest
 
 from jaxinfer.cli import main
+from jaxinfer.engine import Engine
 
 SHORT = ("--random-input-len", "12", "--random-output-len", "5")
 
@@ -62,8 +65,53 @@ def test_a_dataset_of_texts(tiny_model, engine_builds, tmp_path, capsys):
         (("--report", "/nowhere/out.html"), "No such file or directory"),
         (("--dataset-path", "/nowhere.jsonl"), "/nowhere.jsonl: No such file or directory"),
         (("--random-input-len", "100000"), "the model was made for"),
-        (("--max-context", "8", *SHORT), "Every request was refused, the first with: The prompt has 12 tokens"),
     ],
 )
 def test_mistakes(tiny_model, refusal, arguments, named):
     assert named in refusal("bench", "serve", "--model", tiny_model, "--num-prompts", "2", *arguments)
+
+
+def test_when_nothing_can_be_served(tiny_model, engine_builds, refusal):
+    arguments = ("--random-input-len", "100", "--random-output-len", "5")
+    told = refusal("bench", "serve", "--model", tiny_model, "--num-prompts", "2", *arguments)
+    assert "Every request was refused, the first with: The prompt has 100 tokens" in told
+
+
+def test_metrics_on_a_port(tiny_model, engine_builds, monkeypatch, capsys):
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ("bench", "serve", "--model", tiny_model, "--num-prompts", "3", *SHORT, "--metrics-port", str(port))
+        assert main([*arguments]) == 2
+        assert "Address already in use" in capsys.readouterr().err
+    shown, real_step = [], Engine.step
+
+    def step(engine):
+        outputs = real_step(engine)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            shown.append(response.read().decode())
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", step)
+    assert main([*arguments]) == 0
+    name = f'vllm:generation_tokens_total{{model_name="{tiny_model}"}}'
+    assert f"{name} 0.0" in shown[0]  # the warm-up is not counted
+    assert f"{name} 15.0" in shown[-1]
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")
+
+
+def test_priorities_come_with_the_dataset(tiny_model, engine_builds, tmp_path, capsys):
+    dataset = tmp_path / "requests.jsonl"
+    lines = [f'{{"input_tokens": 4, "output_tokens": 3, "priority": {priority}}}\n' for priority in (2, 1, 0)]
+    dataset.write_text("".join(lines))
+    options = ("--dataset-path", str(dataset), "--max-slots", "1", "--policy", "priority")
+    trace = tmp_path / "out.json"
+    found = {}
+    for command in (("bench", "serve", "--model", tiny_model), ("simulate", "--vocab-size", "160")):
+        assert main([*command, "--json", *options, "--trace", str(trace)]) == 0
+        events = json.loads(trace.read_text())["traceEvents"]
+        firsts = sorted((event["ts"], event["name"]) for event in events if event["name"].startswith("first token"))
+        found[command[0]] = [name for _, name in firsts]
+    assert found["simulate"] == ["first token 2", "first token 1", "first token 0"]
+    assert engine_builds[0].options.policy == "priority"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -100,3 +101,10 @@ def test_a_question_that_is_no_text_is_refused_and_the_chat_goes_on(chat):
     assert code == 0
     assert "jaxinfer: the text is not valid Unicode at " in err
     assert asked == ["user: Hi\nassistant: "]
+
+
+def test_a_chat_is_traced(chat, tmp_path):
+    code, _, _, _ = chat("Hi", "/reset", "Yo", options=("--trace", str(tmp_path / "out.json")))
+    assert code == 0
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("first token") for event in events) == 2

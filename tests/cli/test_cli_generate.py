@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -274,3 +275,88 @@ def test_pages_of_a_small_type_fit_more(generate):
     assert "cache" in err
     code, _, err = generate("hi", *small, "--kv-dtype", "int8")
     assert code == 0, err
+
+
+# --- traces and reports -----------------------------------------------------------------------------------------------
+
+
+def check_trace(events: list[dict]) -> dict[int, str]:
+    """The rules of the Chrome trace format that Perfetto's importer goes by; returns the names of the tracks."""
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans: dict[int, list[tuple[float, float]]] = {}
+    open_waits: dict[tuple, int] = {}
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+        match event["ph"]:
+            case "X":
+                assert event["dur"] >= 0
+                spans.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+            case "C":
+                assert event["args"]
+                assert all(isinstance(value, int | float) for value in event["args"].values())
+            case "b" | "e":
+                key = (event["cat"], event["id"], event["name"])
+                open_waits[key] = open_waits.get(key, 0) + (1 if event["ph"] == "b" else -1)
+            case "i":
+                assert event["s"] == "t"
+                assert event["tid"] in tracks
+            case "M":
+                assert event["args"]
+            case other:
+                pytest.fail(f"no phase {other!r} was expected")
+    assert set(open_waits.values()) <= {0}
+    assert set(spans) <= set(tracks)
+    assert 1 not in tracks  # the process's own number would make a track its main thread
+    for track, intervals in spans.items():  # Perfetto drops spans that overlap others of their track in part
+        intervals.sort()
+        for (_, end), (start, _) in itertools.pairwise(intervals):
+            assert start >= end - 2e-3, tracks[track]
+    return tracks
+
+
+@pytest.mark.parametrize("prompts", [["one"], ["one", "two", "three"]])
+def test_a_trace_and_a_report_of_a_run(generate, tmp_path, prompts):
+    trace, report = tmp_path / "out.json", tmp_path / "out.html"
+    files = ("--trace", str(trace), "--report", str(report))
+    code, out, _ = generate(*prompts, "--max-tokens", "5", "--ignore-eos", *files)
+    assert code == 0
+    assert out
+    events = json.loads(trace.read_text())["traceEvents"]
+    slots = [f"slot {number}" for number in range(min(2, len(prompts)))]
+    assert sorted(check_trace(events).values()) == ["device", "host", *slots]
+    assert {event["name"] for event in events if event["ph"] == "C"} >= {"pages", "requests"}
+    names = [event["name"] for event in events]
+    for number in range(len(prompts)):
+        assert names.count(f"prefill {number}") == names.count(f"first token {number}") == 1
+        assert f"finished {number} (length)" in names
+    text = report.read_text()
+    assert f"Generation from {len(prompts)} prompt" in text
+    assert "KV pages" in text
+
+
+def test_an_interrupted_run_leaves_its_trace(generate, monkeypatch, tmp_path):
+    real_step, steps = Engine.step, []
+
+    def step(engine):
+        steps.append(1)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real_step(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+    code, _, _ = generate("one", "--max-tokens", "20", "--ignore-eos", "--trace", str(tmp_path / "out.json"))
+    assert code == 130
+    names = [event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]]
+    assert "finished 0 (abort)" in names
+
+
+def test_a_refused_run_leaves_no_empty_files(refusal, tmp_path):
+    kept = tmp_path / "kept.html"
+    kept.write_text("mine")
+    asked = ("--trace", str(tmp_path / "out.json"), "--report", str(kept))
+    assert "no such file" in refusal("generate", "hi", "--model", str(tmp_path / "nothing"), *asked)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.html"]
+    assert kept.read_text() == "mine"

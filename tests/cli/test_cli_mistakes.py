@@ -44,6 +44,10 @@ from jaxinfer.cli import _bench
         (["bench", "steps", "--batch", "0"], "'0'"),
         (["bench", "steps", "--batch", "1,two"], "'two'"),
         (["convert", "only-one"], "DST"),
+        (["generate", "hi", "--policy", "priority"], "--policy"),  # prompts have no priority here
+        (["generate", "hi", "--trace", "/nowhere/out.json"], "/nowhere/out.json: No such file"),
+        (["generate", "hi", "--trace", "same", "--report", "same"], "give two files"),
+        (["bench", "serve", "--metrics-port", "70000"], "'70000' is not a port"),
     ],
 )
 def test_arguments(refusal, arguments, named):
@@ -253,11 +257,11 @@ def test_a_trial_is_of_the_engine_that_was_asked_for(refusal, monkeypatch, tiny_
     refuse_building(monkeypatch)
     seen = {}
     monkeypatch.setattr("jaxinfer.cli._serving.Engine", lambda *_, **settings: seen.update(settings) or FakeTrial())
-    asked = ("--policy", "priority", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--mode", "static")
+    asked = ("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--mode", "static")
     assert "on trial" in refusal("generate", "--model", tiny_model, "hi", *asked)
     assert seen == {
         "mode": "static",
-        "policy": "priority",
+        "policy": "fcfs",
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
     }
@@ -288,10 +292,11 @@ def test_compile_prints_nothing_before_a_mistake(refusal, monkeypatch, tiny_mode
 
 
 def test_steps_are_timed_at_sizes_that_the_model_has():
-    given = argparse.Namespace(batch=(1,), context=None, prefill=None)
+    prefills = {"prefill_rows": (1,), "prefill_context": (0,)}
+    given = argparse.Namespace(batch=(1,), context=None, prefill=None, **prefills)
     sizes = _bench._sizes(given, 100)
     assert (sizes.contexts, sizes.prefills) == ((100,), (100,))
     sizes = _bench._sizes(given, 4096)
     assert (sizes.contexts, sizes.prefills) == ((128,), (512,))
-    sizes = _bench._sizes(argparse.Namespace(batch=(1,), context=(300,), prefill=(400,)), 100)
+    sizes = _bench._sizes(argparse.Namespace(batch=(1,), context=(300,), prefill=(400,), **prefills), 100)
     assert (sizes.contexts, sizes.prefills) == ((300,), (400,))

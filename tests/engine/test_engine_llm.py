@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import FakeRunner, FakeTokenizer
+from fake_runner import FakeLimits, FakeRunner, FakeTokenizer
 
+from jaxinfer.core.observer import Observers, RoundFinished
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.engine import Engine, OutputKind, RequestRefused
 from jaxinfer.llm import LLM
@@ -165,3 +166,87 @@ def test_a_conversation_is_a_list(llm, messages):
 def test_what_names_no_model(model, told):
     with pytest.raises(ValueError, match=told):
         LLM(model)
+
+
+def test_priorities_decide_who_goes_first():
+    order = []
+
+    def observe(event):
+        if isinstance(event, RoundFinished):
+            order.extend(row.token_ids[0] for row in event.work.prefills)
+
+    limits = FakeLimits(max_slots=1)
+    llm = LLM.from_engine(Engine(FakeRunner(limits), FakeTokenizer(), policy="priority", observer=observe))
+    outputs = llm.generate([[3], [4], [5]], GREEDY, priority=[5, 0, -1])
+    assert order == [5, 4, 3]
+    assert [output.prompt_token_ids for output in outputs] == [(3,), (4,), (5,)]
+    order.clear()
+    streams = [llm.stream([token], GREEDY, priority=-token) for token in (3, 4)]
+    assert all(list(stream) for stream in streams)
+    assert order == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("priority", "told"),
+    [("high", "not str"), (None, "not NoneType"), ([1], "2 prompts but 1 priorities"), ([1, 2.5], "not 2.5")],
+)
+def test_what_is_no_priority(llm, priority, told):
+    with pytest.raises(ValueError, match=told):
+        llm.generate(["a", "b"], GREEDY, priority=priority)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [(5, "not int"), ("search", "not str"), ({"name": "search"}, "not dict"), (["search"], "not str")],
+)
+def test_what_are_no_tools(llm, tools, told):
+    with pytest.raises(RequestRefused, match=told):
+        llm.chat([{"role": "user", "content": "abc"}], GREEDY, tools=tools)
+
+
+@pytest.fixture
+def build_calls(monkeypatch):
+    """What LLM asks of build_engine."""
+    from jaxinfer.engine import build
+
+    calls = []
+
+    def build_engine(model, options, on_progress, observer):
+        calls.append((on_progress, observer))
+        if on_progress is not None:
+            on_progress("Compiling programs", 3, 7)
+        return Engine(FakeRunner(), FakeTokenizer(), observer=observer)
+
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    return calls
+
+
+def test_progress_is_drawn_on_a_terminal_only(build_calls, monkeypatch, capsys):
+    LLM("tiny")
+    assert build_calls[-1][0] is None  # standard error is no terminal here
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    LLM("tiny")
+    shown = capsys.readouterr()
+    assert "Compiling programs" in shown.err
+    assert shown.out == ""
+    LLM("tiny", show_progress=False)
+    assert build_calls[-1][0] is None
+    assert capsys.readouterr().err == ""
+
+
+def test_observers_are_told(build_calls):
+    first, second, third = [], [], []
+    observers = Observers(first.append, second.append)
+    llm = LLM("tiny", observer=observers)
+    llm.generate("abc", GREEDY)
+    observers.add(third.append)
+    llm.generate("abc", GREEDY)
+    assert first == second
+    assert first[-len(third) :] == third
+    assert 0 < len(third) < len(first)
+
+
+def test_what_is_no_observer():
+    with pytest.raises(ValueError, match="give several as"):
+        LLM("smollm2-135m-instruct", observer=[print])

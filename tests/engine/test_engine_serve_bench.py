@@ -7,12 +7,12 @@ from fake_runner import VOCAB_SIZE, FakeLimits, FakeRunner, FakeTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.core.observer import Observers, SequenceFinished
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.simulator import Simulator, one_tick
 from jaxinfer.core.timeline import TimelineRecorder
 from jaxinfer.core.workload import Workload, WorkloadRequest, WorkloadSpec, random_workload
 from jaxinfer.engine import Engine
-from jaxinfer.engine.build import EngineOptions
 from jaxinfer.engine.serve_bench import measure_serving, serve
 
 
@@ -116,12 +116,24 @@ def test_what_can_never_fit_is_refused():
 def test_the_warm_up_is_left_out_and_leaves_nothing_cached(mode):
     runner = FakeRunner()
     workload = random_workload(WorkloadSpec(6, input_len=10, output_len=6, prefix_len=8), VOCAB_SIZE)
-    options = EngineOptions(max_slots=4, mode=mode, enable_prefix_caching=True)
-    run = measure_serving(Engine(runner, FakeTokenizer()), options, workload)
+    observers, also = Observers(), []
+    engine = Engine(runner, FakeTokenizer(), mode=mode, observer=observers)
+    run = measure_serving(engine, observers, workload, also=also.append)
     assert len(runner.history) > len(run.timeline.rounds)
     assert [len(sequence.token_times) for sequence in run.timeline.sequences] == [6] * 6
     assert run.timeline.sequences[0].spans[0].cached_tokens == 0
+    assert sum(isinstance(event, SequenceFinished) for event in also) == 6
     assert run.config.mode == mode
     computed = sum(span.computed_tokens for s in run.timeline.sequences for span in s.spans if span.kind == "prefill")
     cached = sum(span.cached_tokens for s in run.timeline.sequences for span in s.spans)
     assert computed + cached == 6 * 18
+
+
+def test_the_warm_up_cannot_be_found_in_the_cache():
+    """A second prompt that is the first one's warm-up, token for token."""
+    prompt = tuple(range(3, 15))
+    shifted = tuple(token + 1 for token in prompt)
+    workload = Workload((WorkloadRequest("a", 0.0, prompt, 1), WorkloadRequest("b", 0.0, shifted, 1)))
+    observers = Observers()
+    run = measure_serving(Engine(FakeRunner(), FakeTokenizer(), observer=observers), observers, workload)
+    assert not any(span.cached_tokens for s in run.timeline.sequences for span in s.spans)

@@ -40,3 +40,11 @@ def test_metrics_by_hand():
     assert (value("inter_token_latency_seconds_count"), value("inter_token_latency_seconds_sum")) == (1, 5)
     assert (value("e2e_request_latency_seconds_count"), value("e2e_request_latency_seconds_sum")) == (2, 9 + 2)
     assert (value("request_queue_time_seconds_count"), value("request_queue_time_seconds_sum")) == (2, 1 + 1)
+    # a: first work at 1, tokens at 4 and 9; b: first work at 3, its only token at 4
+    assert value("request_prefill_time_seconds_sum") == 3 + 1
+    assert value("request_decode_time_seconds_sum") == 5 + 0
+    assert value("request_inference_time_seconds_sum") == 8 + 1
+    per_token = "request_time_per_output_token_seconds"
+    assert (value(f"{per_token}_count"), value(f"{per_token}_sum")) == (1, 5)
+    assert (value("request_prompt_tokens_sum"), value("request_generation_tokens_sum")) == (12, 3)
+    assert (value("iteration_tokens_total_count"), value("iteration_tokens_total_sum")) == (3, 3 + 5 + 1)

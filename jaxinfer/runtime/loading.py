@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from checkpoints import Checkpoint
@@ -34,8 +33,8 @@ def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Prog
     family = family_of(checkpoint.config)
 
     def place(tensor: np.ndarray) -> jax.Array:
-        # A copy: the reader's array may be a view of the file.
-        return jnp.array(tensor)
+        # One copy, since the reader's array may be a view of the file; jnp.array would make two.
+        return jax.device_put(tensor, may_alias=False)
 
     def report(done: int, total: int) -> None:
         if on_progress is not None:

@@ -255,7 +255,7 @@ def test_keys_that_would_change_the_computation_are_refused(key, value):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         {"model_type": None, "architectures": None},
         {"model_type": "llama", "architectures": [["LlamaForCausalLM"]]},

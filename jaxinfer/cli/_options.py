@@ -132,6 +132,12 @@ ENGINE_FLAGS = (
         number,
         "GIB",
     ),
+    Flag(
+        "host_cache_gib",
+        "host memory in GiB that keeps the pages evicted from the KV cache until they are needed again (default: 0)",
+        number,
+        "GIB",
+    ),
     Flag("num_pages", "size of the KV cache in pages (default: by --kv-cache-gib)", whole_number, "N"),
     Flag("page_size", "positions of a page (default: 16 on CPU, else 64)", whole_number, "N"),
     Flag(

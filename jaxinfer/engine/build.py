@@ -46,6 +46,8 @@ class EngineOptions:
     num_pages: pages of the KV pool; None to size it by kv_cache_gib.
     kv_cache_gib: size of the KV pool in GiB; None for 1 on CPU, elsewhere 90% of the free device memory, but then at
         most 4 times what max_slots sequences of max_context can use: what is over keeps prefixes in the cache.
+    host_cache_gib: host memory in GiB for pages that the pool evicts, from where they come back instead of being
+        computed again; 0 for none.
     max_batched_tokens: prompt tokens of one round.
     max_prefill_rows: prompts computed at once.
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
@@ -66,6 +68,7 @@ class EngineOptions:
     page_size: int | None = None
     num_pages: int | None = None
     kv_cache_gib: float | None = None
+    host_cache_gib: float = 0.0
     max_batched_tokens: int = 512
     max_prefill_rows: int = 8
     dtype: str = "auto"
@@ -87,6 +90,11 @@ class EngineOptions:
         gib = self.kv_cache_gib
         if gib is not None and not (_is_number(gib) and 0 < gib < float("inf")):
             raise ValueError(f"kv_cache_gib must be a number of GiB above 0, not {gib!r}.")
+        gib = self.host_cache_gib
+        if not (_is_number(gib) and 0 <= gib < float("inf")):
+            raise ValueError(f"host_cache_gib must be a number of GiB of at least 0, not {gib!r}.")
+        if gib and self.enable_prefix_caching is False:
+            raise ValueError("host_cache_gib keeps cached prefixes, so it needs enable_prefix_caching; leave one out.")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ValueError(f"seed must be an integer, not {self.seed!r}.")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
@@ -201,7 +209,29 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
         max_batched_tokens=max(options.max_batched_tokens, options.max_slots),
         max_prefill_rows=min(options.max_prefill_rows, options.max_slots),
         vocab_size=config.vocab_size,
+        window=_common_window(config),
+        host_pages=_host_pages(options.host_cache_gib, page_bytes, page_size),
     )
+
+
+def _common_window(config: DecoderConfig) -> int | None:
+    """The positions that any layer sees, if all see only so many."""
+    windows = [window for window in config.windows if window is not None]
+    return max(windows) if len(windows) == config.num_layers else None
+
+
+def _host_pages(gib: float, page_bytes: int, page_size: int) -> int:
+    """Pages that so much host memory holds."""
+    memory = _machine_memory()
+    if gib * GIB > memory:
+        raise ValueError(f"host_cache_gib is {gib}, but the machine has {memory / GIB:.1f} GiB of memory.")
+    pages = int(gib * GIB) // page_bytes
+    if gib and not pages:
+        raise ValueError(
+            f"host_cache_gib is {gib}, but one page of {page_size} positions takes {page_bytes / GIB:.2g} GiB; give it"
+            " more or leave it out."
+        )
+    return pages
 
 
 def _check_pool(num_pages: int, page_bytes: int) -> None:
@@ -219,6 +249,11 @@ def _total_memory() -> float:
     stats = jax.local_devices()[0].memory_stats()
     if jax.default_backend() != "cpu" and stats:
         return stats["bytes_limit"]
+    return _machine_memory()
+
+
+def _machine_memory() -> float:
+    """Bytes of the machine; infinite where that cannot be asked."""
     if sys.platform == "win32":
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -88,6 +88,8 @@ def test_bad_parameters_need_no_model(refusal, monkeypatch, options, named):
         (["--num-pages", "1"], "num_pages"),
         (["--num-pages", "3000000000"], "3000000000"),
         (["--kv-cache-gib", "0"], "kv_cache_gib"),
+        (["--host-cache-gib", "-1"], "host_cache_gib"),
+        (["--host-cache-gib", "1e7"], "GiB of memory"),
         (["--logit-bias", "999=1"], "999"),
         (["--stop-token-ids", "160"], "160"),
     ],

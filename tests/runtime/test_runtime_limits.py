@@ -37,6 +37,10 @@ def test_limits_that_contradict_each_other(changes, reason):
         ({"kv_cache_gib": 0.0}, "kv_cache_gib must be a number of GiB above 0, not 0.0"),
         ({"kv_cache_gib": float("nan")}, "kv_cache_gib must be a number of GiB above 0, not nan"),
         ({"kv_cache_gib": 1e-9}, "less than one page"),
+        ({"host_cache_gib": -0.5}, "host_cache_gib must be a number of GiB of at least 0, not -0.5"),
+        ({"host_cache_gib": 1e9}, "GiB of memory"),
+        ({"host_cache_gib": 1e-9}, "host_cache_gib is 1e-09, but one page of"),
+        ({"host_cache_gib": 1.0, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"max_slots": "8"}, "max_slots must be an integer of at least 1, not '8'"),
         ({"max_context": 1.5}, "max_context must be an integer"),
         ({"page_size": 0}, "page_size must be an integer of at least 1"),
@@ -75,6 +79,18 @@ def test_the_pool_has_room_for_cached_prefixes(golden_models, monkeypatch):
     assert pages(num_pages=30) == 30
     monkeypatch.setattr(build, "CPU_CACHE_GIB", 50 * page_bytes / 2**30)
     assert pages() == 50  # the memory is the bound
+
+
+def test_host_pages_and_windows(golden_models):
+    config = golden_models["mistral"].config
+    page_bytes = config.kv_bytes_per_token * 8
+    limits = limits_for(config, EngineOptions(page_size=8, num_pages=9, host_cache_gib=(5.5 * page_bytes) / 2**30))
+    assert (limits.host_pages, limits.window) == (5, config.windows[0])
+    assert limits_for(config, EngineOptions(num_pages=9)).host_pages == 0
+    mixed = config.replace(windows=(None, *config.windows[1:]))
+    assert limits_for(mixed, EngineOptions(num_pages=9)).window is None
+    wider = config.replace(windows=(*config.windows[:-1], 1000))
+    assert limits_for(wider, EngineOptions(num_pages=9)).window == 1000
 
 
 @given(

@@ -79,7 +79,7 @@ def integers_with_scales(rows: np.ndarray, kind: GGMLQuantizationType) -> Quanti
     outputs, (width, block_bytes) = rows.shape[0], GGML_QUANT_SIZES[kind]
     inputs = rows.shape[1] // block_bytes * width
     values = np.empty((outputs, inputs), np.int8)
-    step = max(1, (1 << 21) // inputs)
+    step = max(1, (1 << 18) // inputs)
     for start in range(0, outputs, step):
         blocks = rows[start : start + step].reshape(-1, block_bytes).copy()
         for at, neutral in form.neutral.items():

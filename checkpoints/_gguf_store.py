@@ -35,7 +35,7 @@ _PLAIN: dict[GGMLQuantizationType, np.dtype] = {
 MAX_VIEWS = 100_000
 """A stack of experts is one tensor in the file and many here."""
 # Rows are dequantized in pieces of this many values, because the routine's temporaries are several times its input.
-_CHUNK_VALUES = 1 << 21
+_CHUNK_VALUES = 1 << 18
 _ALL = slice(None)
 
 

@@ -138,7 +138,10 @@ def _print(plan: Plan, config: DecoderConfig, target: Target | None) -> None:
     )
     cut = f", {plan.weight_bytes_per_device / GIB:.2f} on each of {plan.devices} devices" if plan.devices > 1 else ""
     print(f"Weights in {config.dtype} take {plan.weight_bytes / GIB:.2f} GiB{cut}.")
-    layers = f"{config.num_layers} layers x 2 x {config.num_kv_heads} heads x {config.head_dim}"
+    if plan.active_parameters < plan.parameters:
+        print(f"A position uses {plan.active_parameters:,} of the {plan.parameters:,} parameters.")
+    per_layer = f"2 x {config.num_kv_heads} heads x {config.head_dim}" if config.mla is None else f"{config.row_dim}"
+    layers = f"{config.num_layers} layers x {per_layer}"
     print(f"The KV cache in {config.page_dtype} takes {plan.kv_bytes_per_token / 1024:g} KiB a token ({layers}).")
     if plan.kv_bytes is not None:
         print(_pool_sentence(plan, target))

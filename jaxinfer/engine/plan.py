@@ -12,7 +12,7 @@ import jax
 
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.runtime.chips import USABLE_MEMORY, Target
-from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost
+from jaxinfer.runtime.cost import StepCost, active_parameters, decode_cost, prefill_cost
 from jaxinfer.runtime.parallel import MODEL_AXIS, check_divisible, param_specs
 
 GIB = 1024**3
@@ -78,13 +78,15 @@ class StepPlan:
 class Plan:
     """A model, and perhaps a target. Bytes are of all devices together unless they say otherwise.
 
-    parameters, weight_bytes: of the model. weight_bytes_per_device: where the model is cut over several.
+    parameters, weight_bytes: of the model. active_parameters: without the experts that a position does not use.
+    weight_bytes_per_device: where the model is cut over several.
     kv_bytes_per_token: keys and values of one position, all layers, scales included. kv_bytes: what the pool may have,
     None when neither a target nor a size was given; negative when the weights alone do not fit the target.
     """
 
     modules: tuple[ModulePlan, ...]
     parameters: int
+    active_parameters: int
     weight_bytes: int
     weight_bytes_per_device: int
     kv_bytes_per_token: int
@@ -129,6 +131,7 @@ def make_plan(
     return Plan(
         modules=modules,
         parameters=sum(module.parameters for module in modules),
+        active_parameters=active_parameters(config),
         weight_bytes=sum(module.bytes for module in modules),
         weight_bytes_per_device=per_device,
         kv_bytes_per_token=config.kv_bytes_per_token,
@@ -160,12 +163,14 @@ def _doublings(size: int, limit: int) -> list[int]:
 def _modules(params: Any) -> tuple[ModulePlan, ...]:
     """Parameters by module, equal modules of all layers together, in the order of the model."""
     sums: dict[str, list[int]] = {}
+    counted: set[tuple[str, ...]] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [key.key for key in path]
         parent = keys[:-1] if len(keys) > 1 else keys
         name = "/".join(re.sub(r"layers_\d+", "layers", key) for key in parent)
         entry = sums.setdefault(name, [0, 0, 0])
-        entry[0] += keys[-1] != "bias"
+        entry[0] += tuple(parent) not in counted
+        counted.add(tuple(parent))
         entry[1] += math.prod(leaf.shape)
         entry[2] += math.prod(leaf.shape) * leaf.dtype.itemsize
     return tuple(ModulePlan(name, *figures) for name, figures in sums.items())

@@ -14,7 +14,7 @@ from typing import Any
 from jaxinfer.core.simulator import RoundShape
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime.chips import Target
-from jaxinfer.runtime.cost import StepCost, head_weights, matmul_weights, weight_bytes_read
+from jaxinfer.runtime.cost import StepCost, head_weights, matmul_weights, pair_flops, weight_bytes_read
 from jaxinfer.runtime.limits import Buckets
 
 _LARGEST_FILE = 2**24
@@ -87,12 +87,12 @@ class RooflineSteps:
         self._bandwidth, self._rate = devices * target.chip.bandwidth, devices * target.chip.flops
         self._ratio = floor_ratio
         self._counts = tuple(Counter(config.windows).items())  # (window, layers)
-        self._weight_bytes = weight_bytes_read(config)
+        self._config = config
         self._embedding_bytes = config.hidden_size * (4 if config.dtype == "float32" else 2)
         self._logit_bytes = 4 * config.vocab_size
         self._kv_bytes = config.kv_bytes_per_token
         self._kv_bytes_per_layer = config.kv_bytes_per_token // config.num_layers
-        self._pair_flops = 4 * config.num_heads * config.head_dim
+        self._pair_flops = pair_flops(config)
         self._token_flops, self._head_flops = 2 * matmul_weights(config), 2 * head_weights(config)
 
     def __call__(self, shape: RoundShape) -> float:
@@ -110,7 +110,8 @@ class RooflineSteps:
         reads_new: whether the new keys and values are read from memory too, as decode does.
         """
         tokens = sum(computed for _, computed in rows)
-        moved = self._weight_bytes + tokens * (self._embedding_bytes + self._kv_bytes) + len(rows) * self._logit_bytes
+        moved = weight_bytes_read(self._config, tokens) + len(rows) * self._logit_bytes
+        moved += tokens * (self._embedding_bytes + self._kv_bytes)
         flops = tokens * self._token_flops + len(rows) * self._head_flops
         for start, computed in rows:
             moved += self._visible(start + computed if reads_new else start) * self._kv_bytes_per_layer

@@ -245,8 +245,9 @@ class _Build:
 
     def _kernel_choice(self, kind: str, rows: int, tokens: int) -> str:
         config, limits = self.config, self.limits
-        heads, kv_heads = config.num_heads // self.parallel, config.num_kv_heads // self.parallel
-        width, dtype = self.state.kv[0].width // 2, jnp.dtype(config.dtype)
+        spec, dtype = attention_spec(config, 0), jnp.dtype(config.dtype)
+        heads, kv_heads = config.num_heads // self.parallel, max(1, config.num_kv_heads // self.parallel)
+        width = spec.key_width(self.state.kv[0].width)
         per_token = rows if kind == "decode" else tokens
         q = jax.ShapeDtypeStruct((per_token, heads, width), dtype)
         new = jax.ShapeDtypeStruct((per_token, kv_heads, width), dtype)
@@ -255,7 +256,7 @@ class _Build:
         )
         table = integers(rows, limits.pages_per_sequence)
         starts = () if kind == "decode" else (integers(rows + 1),)
-        arguments = (q, new, new, pages, table, *starts, integers(rows), attention_spec(config, 0))
+        arguments = (q, new, None if spec.values_in_keys else new, pages, table, *starts, integers(rows), spec)
         with jax.sharding.use_abstract_mesh(self.abstract_mesh):
             choice = choose_for(f"pallas_kernels.paged_{kind}", config.attention, *arguments, sinks=None)
         return f"{choice.name}: {choice.reason}"

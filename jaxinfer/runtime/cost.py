@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from jaxinfer.models import DecoderConfig, abstract_params
+from jaxinfer.models.layer_config import MoEConfig
+
+_PRODUCTS = ("kernel", "gate_up", "down", "key_up", "value_up")
+"""Names of the parameters that activations are multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,16 @@ class StepCost:
 def decode_cost(config: DecoderConfig, batch: int, context: int) -> StepCost:
     """One decode step of `batch` sequences with `context` positions cached each.
 
-    Every weight is read once, every visible key and value once, the new ones and the logits are written once.
+    Every weight is read once, every visible key and value once, the new ones and the logits are written once. Of
+    experts, those are read and multiplied with that `experts_used` says.
     """
     visible = sum(_visible(window, context + 1) for window in config.windows)
     kv_per_layer = config.kv_bytes_per_token // config.num_layers
     logits = batch * config.vocab_size * 4
     embedded = batch * config.hidden_size * _item_bytes(config)
-    moved = weight_bytes_read(config) + embedded + batch * (visible * kv_per_layer + config.kv_bytes_per_token) + logits
-    attention = 4 * batch * visible * config.num_heads * config.head_dim
+    cached = batch * (visible * kv_per_layer + config.kv_bytes_per_token)
+    moved = weight_bytes_read(config, batch) + embedded + cached + logits
+    attention = batch * visible * pair_flops(config)
     return StepCost(moved, 2 * batch * (matmul_weights(config) + head_weights(config)) + attention)
 
 
@@ -45,9 +52,10 @@ def prefill_cost(config: DecoderConfig, tokens: int, start: int = 0) -> StepCost
     """One prefill of `tokens` positions of one sequence that has `start` cached; logits of the last position only."""
     kv_per_layer = config.kv_bytes_per_token // config.num_layers
     pairs = sum(sum(_visible(window, start + index + 1) for index in range(tokens)) for window in config.windows)
-    moved = weight_bytes_read(config) + tokens * config.hidden_size * _item_bytes(config) + config.vocab_size * 4
+    embedded, logits = tokens * config.hidden_size * _item_bytes(config), config.vocab_size * 4
+    moved = weight_bytes_read(config, tokens) + embedded + logits
     moved += tokens * config.kv_bytes_per_token + sum(_visible(w, start) for w in config.windows) * kv_per_layer
-    attention = 4 * pairs * config.num_heads * config.head_dim
+    attention = pairs * pair_flops(config)
     return StepCost(moved, 2 * tokens * matmul_weights(config) + 2 * head_weights(config) + attention)
 
 
@@ -58,25 +66,64 @@ def parameter_bytes(config: DecoderConfig) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def weight_bytes_read(config: DecoderConfig, tokens: int = 1) -> int:
+    """Bytes of the parameters that a step over so many positions reads: all but tables of which it reads rows, and but
+    experts that no position uses."""
+    unused = 0.0 if config.moe is None else 1 - experts_used(config.moe, tokens) / config.moe.num_experts
+    return parameter_bytes(config) - _table_bytes(config) - int(_expert_bytes(config) * unused)
+
+
 @functools.cache
-def weight_bytes_read(config: DecoderConfig) -> int:
-    """Bytes of the parameters that a step reads whole: all but tables of which it reads rows."""
+def _table_bytes(config: DecoderConfig) -> int:
     params = abstract_params(config)
     tables = [params[name] for name in ("position_embedding",) if name in params]
     tables += [] if config.tied_head else [params["embedding"]]
-    return parameter_bytes(config) - sum(table.size * table.dtype.itemsize for table in tables)
+    return sum(table.size * table.dtype.itemsize for table in tables)
+
+
+@functools.cache
+def _expert_bytes(config: DecoderConfig) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
+    return sum(leaf.size * leaf.dtype.itemsize for path, leaf in leaves if _of_experts(path))
+
+
+def experts_used(moe: MoEConfig, tokens: int) -> float:
+    """Different experts that so many positions use in a layer, on average when all experts are used alike."""
+    return moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens)
+
+
+def active_parameters(config: DecoderConfig) -> int:
+    """Parameters of the model without the experts that a position does not use."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
+    return sum(_used(config, path, leaf) for path, leaf in leaves)
 
 
 @functools.cache
 def matmul_weights(config: DecoderConfig) -> int:
-    """Parameters of all layers that every position is multiplied with."""
+    """Parameters of all layers that a position is multiplied with: of experts, those of the ones it uses."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
-    return sum(math.prod(leaf.shape) for path, leaf in leaves if path[-1].key == "kernel")
+    return sum(_used(config, path, leaf) for path, leaf in leaves if path[-1].key in _PRODUCTS)
+
+
+def pair_flops(config: DecoderConfig) -> int:
+    """Floating-point operations for one query position and one key position of a layer."""
+    return 2 * config.num_heads * (config.head_dim + config.value_dim)
 
 
 def head_weights(config: DecoderConfig) -> int:
     """Parameters of the LM head."""
     return config.vocab_size * config.hidden_size
+
+
+def _used(config: DecoderConfig, path: tuple[Any, ...], leaf: Any) -> int:
+    """Numbers of a parameter that a position uses."""
+    if config.moe is None or not _of_experts(path):
+        return leaf.size
+    return leaf.size * config.moe.experts_per_token // config.moe.num_experts
+
+
+def _of_experts(path: tuple[Any, ...]) -> bool:
+    return len(path) > 1 and path[-2].key == "experts"
 
 
 def _visible(window: int | None, length: int) -> int:

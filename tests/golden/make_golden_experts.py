@@ -21,6 +21,7 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -75,6 +76,19 @@ def families() -> list[Family]:
         norm_topk_prob=True,
         decoder_sparse_step=2,
         mlp_only_layers=[],
+        rope_parameters=PLAIN_ROPE,
+    )
+    qwen2_moe = Qwen2MoeConfig(
+        **SIZES,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
         rope_parameters=PLAIN_ROPE,
     )
     v2_lite = DeepseekV2Config(
@@ -133,6 +147,7 @@ def families() -> list[Family]:
     }
     return [
         Family("mixtral", mixtral, torch.bfloat16, experts),
+        Family("qwen2-moe", qwen2_moe, torch.bfloat16, {**experts, "shared expert gate": _open_shared_gate}),
         Family("qwen3-moe", qwen3_moe, torch.bfloat16, experts),
         Family("deepseek-v2-lite", v2_lite, torch.bfloat16, latent),
         Family("deepseek-v2", v2, torch.bfloat16, grouped),
@@ -170,6 +185,10 @@ def _fewer_experts(model: Model) -> None:
 def _one_group(model: Model) -> None:
     for module in _modules(model, "topk_group"):
         module.topk_group = module.num_group
+
+
+def _open_shared_gate(model: Model) -> None:
+    _zero(model, "shared_expert_gate.weight")
 
 
 def _no_scaling(model: Model) -> None:

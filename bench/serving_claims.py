@@ -23,10 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from checkpoints import DEFAULT_MODEL
+from jaxinfer.core.observer import Observers
 from jaxinfer.core.timeline import Timeline
 from jaxinfer.core.workload import Workload, WorkloadRequest, WorkloadSpec, random_workload
 from jaxinfer.engine import Engine
-from jaxinfer.engine.build import EngineOptions, build_engine
+from jaxinfer.engine.build import EngineOptions, build_engine, engine_on
 from jaxinfer.engine.serve_bench import measure_serving
 
 DECODING = 8
@@ -154,7 +155,9 @@ CLAIMS: dict[str, Callable[[Bench], Claim]] = {
 
 
 def serve(engine: Engine, options: EngineOptions, workload: Workload) -> Timeline:
-    run = measure_serving(engine, options, workload)
+    observers = Observers()
+    fresh = engine_on(engine.runner, engine.tokenizer, options, observers)
+    run = measure_serving(fresh, observers, workload)
     if run.refused:
         raise SystemExit(f"A request was refused: {run.refused[0]}")
     return run.timeline

@@ -165,18 +165,11 @@ def _refuse_early(
     checkpoint: Checkpoint, tokenizer: Tokenizer, options: Any, prompts: Sequence[Prompt], params: SamplingParams
 ) -> None:
     """Raise ValueError for what an engine of these options would refuse, without building it."""
-    from jaxinfer.engine.build import limits_for
+    from jaxinfer.engine.build import engine_on, limits_for
     from jaxinfer.runtime.loading import decoder_config
 
     config = decoder_config(checkpoint, dtype=options.dtype, kv_dtype=options.kv_dtype, attention=options.attention)
     idle_runner = cast(Runner, SimpleNamespace(limits=limits_for(config, options)))
-    trial = Engine(
-        idle_runner,
-        tokenizer,
-        mode=options.mode,
-        policy=options.policy,
-        enable_prefix_caching=options.enable_prefix_caching,
-        enable_chunked_prefill=options.enable_chunked_prefill,
-    )
+    trial = engine_on(idle_runner, tokenizer, options)
     for number, prompt in enumerate(prompts):
         trial.add_request(str(number), prompt, params)

@@ -14,6 +14,8 @@ from checkpoints import Tokenizer, open_checkpoint
 from jaxinfer.core.observer import Observer, unobserved
 from jaxinfer.core.pool import ROOM_FOR_CACHE
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.engine import Runner as EngineRunner
+from jaxinfer.engine.prompts import Tokenizer as EngineTokenizer
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.config import COMPUTE_DTYPES, KV_DTYPES
 from jaxinfer.runtime.compilation_cache import enable_compilation_cache
@@ -153,15 +155,26 @@ def build_engine(
         )
     loaded = load_model(model, options, on_progress)
     runner = Runner(loaded.config, loaded.params, limits_for(loaded.config, options), on_progress)
+    return engine_on(runner, loaded.tokenizer, options, observer, model)
+
+
+def engine_on(
+    runner: EngineRunner,
+    tokenizer: EngineTokenizer,
+    options: EngineOptions,
+    observer: Observer = unobserved,
+    model_version: str = "",
+) -> Engine:
+    """An engine with the policies of the options, on a runner that exists already; its cache is empty."""
     return Engine(
         runner,
-        loaded.tokenizer,
+        tokenizer,
         mode=options.mode,
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
         async_scheduling=options.async_scheduling,
-        model_version=model,
+        model_version=model_version,
         seed=options.seed,
         observer=observer,
     )

@@ -144,6 +144,7 @@ def _print_summary(summary: Summary, unit: TimeUnit) -> None:
         "TPOT": summary.tpot,
         "e2e": summary.e2e,
     }
+    latencies |= {"round on the device": summary.device, "round on the host": summary.host}
     rows = [(name, *_figures(found, unit)) for name, found in latencies.items()]
     print_table(("", "mean", "p50", "p90", "p99", "of"), rows, left=("",))
     per = unit.per
@@ -158,9 +159,10 @@ def _print_summary(summary: Summary, unit: TimeUnit) -> None:
         f"KV pages held: {100 * summary.kv_mean:.0f}% on average, {100 * summary.kv_peak:.0f}% at most; "
         f"{summary.preemptions} preemptions; {100 * summary.hit_rate:.1f}% of known tokens found in the cache."
     )
+    share = "" if summary.host_of_decode is None else f"{100 * summary.host_of_decode:.1f}% of a decode step, "
     print(
-        f"{summary.rounds} rounds, at the median {unit.text(summary.step_p50_s)} on the device and "
-        f"{unit.text(summary.host_p50_s)} on the host."
+        f"The host took {share}and kept the device waiting {100 * summary.host_exposed:.1f}% of the {summary.rounds} "
+        "rounds' time."
     )
     print(f"Bottleneck: {summary.bottleneck.name}: {summary.bottleneck.evidence}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ _QUEUE_MATTERS = 0.2
 _IDLE_MATTERS = 0.5
 """Share of the time without any round from which on there is simply too little to do."""
 _HOST_MATTERS = 0.3
-"""Share of the rounds' time spent on the host from which on it is the bottleneck."""
+"""Share of the rounds' time that the device waits for the host from which on the host is the bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ class Summary:
     tokens. output_rate: tokens per second of each sequence, over its own time. requests_per_s, output_tokens_per_s,
     total_tokens_per_s: over the duration. good, goodput_per_s: sequences within the objective, and per second; None
     without one. kv_mean, kv_peak: share of the pages held by sequences, averaged over the rounds' time and at most.
-    hit_rate: share of the known tokens found in the cache. step_p50_s, host_p50_s: median round on the device and on
-    the host.
+    hit_rate: share of the known tokens found in the cache. device, host: time of each round there; they overlap when
+    rounds are scheduled ahead. host_of_decode: host time of the rounds with decodes only, as a share of their time on
+    the device. host_exposed: share of the rounds' time in which only the host worked and the device waited.
     """
 
     sequences: int
@@ -149,8 +151,10 @@ class Summary:
     preemptions: int
     hit_rate: float
     rounds: int
-    step_p50_s: float
-    host_p50_s: float
+    device: Distribution | None
+    host: Distribution | None
+    host_of_decode: float | None
+    host_exposed: float
     bottleneck: Bottleneck
 
 
@@ -193,8 +197,10 @@ def summarize(timeline: Timeline, capacity: Capacity, slo: Slo | None = None) ->
         preemptions=sum(len(sequence.preemptions) for sequence in sequences),
         hit_rate=_hit_rate(sequences),
         rounds=len(rounds),
-        step_p50_s=_median(round_.device_s for round_ in rounds),
-        host_p50_s=_median(round_.host_s for round_ in rounds),
+        device=distribution(round_.device_s for round_ in rounds),
+        host=distribution(round_.host_s for round_ in rounds),
+        host_of_decode=_host_of_decode(rounds),
+        host_exposed=_host_exposed(rounds),
         bottleneck=find_bottleneck(timeline, capacity),
     )
 
@@ -207,13 +213,13 @@ def find_bottleneck(timeline: Timeline, capacity: Capacity) -> Bottleneck:
     queue_share = _per(waited, lived)
     if queue_share >= _QUEUE_MATTERS and any(round_.waiting for round_ in rounds):
         return _queue_bottleneck(rounds, capacity, queue_share)
-    device, host = sum(r.device_s for r in rounds), sum(r.host_s for r in rounds)
-    idle = 1 - _per(device + host, timeline.end - timeline.begin)
+    device, exposed = sum(r.device_s for r in rounds), _host_exposed(rounds)
+    working = _per(device, 1 - exposed)
+    idle = 1 - _per(working, timeline.end - timeline.begin)
     if idle >= _IDLE_MATTERS:
         return Bottleneck("arrivals", f"nothing was to do {_percent(idle)} of the time; more requests would be served.")
-    host_share = _per(host, device + host)
-    if host_share >= _HOST_MATTERS:
-        evidence = f"scheduling and outputs on the host took {_percent(host_share)} of the rounds' time."
+    if exposed >= _HOST_MATTERS:
+        evidence = f"the device waited for scheduling and outputs on the host {_percent(exposed)} of the rounds' time."
         return Bottleneck("host", evidence)
     return _execution_bottleneck(rounds, device, queue_share)
 
@@ -250,7 +256,8 @@ def _execution_bottleneck(rounds: Sequence[RoundTimeline], device: float, queue_
     prefill = _per(sum(round_.device_s for round_ in rounds if round_.prefill_rows), device)
     evidence = (
         f"rounds with prefill took {_percent(prefill)} of the device's time, those with decodes only "
-        f"{_percent(1 - prefill)}; waiting took {_percent(queue_share)} of the requests' time."
+        f"{_percent(1 - prefill)}; it waited for the host {_percent(_host_exposed(rounds))} of the rounds' time; "
+        f"waiting took {_percent(queue_share)} of the requests' time."
     )
     return Bottleneck("prefill" if prefill > 0.5 else "decode", evidence)
 
@@ -261,13 +268,34 @@ def _hit_rate(sequences: Sequence[SequenceTimeline]) -> float:
     return _per(cached, cached + sum(span.computed_tokens for span in prefills))
 
 
+def _host_of_decode(rounds: Iterable[RoundTimeline]) -> float | None:
+    decodes = [round_ for round_ in rounds if not round_.prefill_rows]
+    device = sum(round_.device_s for round_ in decodes)
+    return sum(round_.host_s for round_ in decodes) / device if device > 0 else None
+
+
+def _host_exposed(rounds: Sequence[RoundTimeline]) -> float:
+    """The host's time while no round was on the device, as a share of that and the device's time."""
+    work = sorted(span for round_ in rounds for span in _host_spans(round_))
+    device = sum(round_.device_s for round_ in rounds)
+    exposed, number = 0.0, 0
+    for start, end in work:
+        exposed += end - start
+        while number < len(rounds) and rounds[number].end <= start:
+            number += 1
+        for round_ in itertools.islice(rounds, number, None):
+            if round_.start >= end:
+                break
+            exposed -= min(end, round_.end) - max(start, round_.start)
+    return _per(exposed, exposed + device)
+
+
+def _host_spans(round_: RoundTimeline) -> tuple[tuple[float, float], tuple[float, float]]:
+    return (round_.host_start, round_.dispatched), (round_.end, round_.host_end)
+
+
 def _per(amount: float, of: float) -> float:
     return amount / of if of > 0 else 0.0
-
-
-def _median(values: Iterable[float]) -> float:
-    found = list(values)
-    return statistics.median(found) if found else 0.0
 
 
 def _percent(share: float) -> str:

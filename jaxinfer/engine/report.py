@@ -100,6 +100,8 @@ def _figures(section: ReportSection) -> str:
         "ITL": summary.itl,
         "TPOT": summary.tpot,
         "e2e": summary.e2e,
+        "round on the device": summary.device,
+        "round on the host": summary.host,
     }
     head = "".join(f"<th>{name}</th>" for name in ("", "mean", "p50", "p90", "p99"))
     rows = "".join(f"<tr><th>{name}</th>{_cells(values, unit)}</tr>" for name, values in latencies.items())
@@ -112,9 +114,15 @@ def _figures(section: ReportSection) -> str:
         ("KV pages held", f"{100 * summary.kv_mean:.0f}% on average, {100 * summary.kv_peak:.0f}% at most"),
         ("cache hits", f"{100 * summary.hit_rate:.1f}% of known tokens"),
         ("preemptions", str(summary.preemptions)),
+        ("host", f"{_share(summary.host_of_decode)} of a decode step"),
+        ("device waits for the host", f"{_share(summary.host_exposed)} of the rounds' time"),
     ]
     other = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in counts)
     return f"<div class=row><table><tr>{head}</tr>{rows}</table><table>{other}</table></div>"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
 
 
 def _cells(values: Distribution | None, unit: TimeUnit) -> str:

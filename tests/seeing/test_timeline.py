@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 from rounds import finished, prefill, queued, round_of
 
 from jaxinfer.core.latency import Capacity, Slo, distribution, find_bottleneck, summarize
-from jaxinfer.core.observer import PoolUsage, SequenceId, SequencePreempted
+from jaxinfer.core.observer import PoolUsage, RoundFinished, SequenceId, SequencePreempted
+from jaxinfer.core.step import StepWork
 from jaxinfer.core.timeline import Preemption, Span, TimelineRecorder
 
 CAPACITY = Capacity(max_slots=2, usable_pages=10, max_batched_tokens=8)
@@ -104,7 +107,7 @@ def test_summary_by_hand():
     assert summary.kv_mean == pytest.approx((2 + 4 + 4 + 4) / 4 / 10)
     assert summary.kv_peak == 0.4
     assert summary.hit_rate == pytest.approx(4 / 12)
-    assert (summary.step_p50_s, summary.host_p50_s) == (1.0, 0.5)
+    assert (summary.device.p50, summary.host.p50) == (1.0, 0.5)
     assert summary.output_rate.mean == pytest.approx((3 / 9 + 1 / 2) / 2)
 
 
@@ -205,7 +208,7 @@ def busy_run(host_free: bool, *, decodes: int, gap: float = 0.0):
     [
         (busy_run(True, decodes=3), "decode", "rounds with prefill took 25%"),
         (busy_run(True, decodes=0), "prefill", "rounds with prefill took 100%"),
-        (busy_run(False, decodes=3), "host", "took 50% of the rounds' time"),
+        (busy_run(False, decodes=3), "host", "the device waited for scheduling and outputs on the host 50% of"),
         (busy_run(True, decodes=1, gap=300.0), "arrivals", "nothing was to do 60% of the time"),
     ],
 )
@@ -220,3 +223,75 @@ def test_rounds_keep_what_the_counters_show():
     assert (first.decodes, first.prefill_rows, first.prefill_tokens, first.waiting, first.running) == (0, 1, 3, 0, 1)
     assert first.pages == PoolUsage(2, 0, 8)
     assert (first.device_s, first.host_s) == (1.0, 0.5)
+
+
+def ahead(number: int, host: float, **work):
+    """A round of 1 s, back to back with the others, that was scheduled while the one before it ran."""
+    start = 10.0 + number
+    return RoundFinished(
+        host_start=start - 0.7 if number else start - host / 2,
+        dispatched=start - 0.7 + host / 2 if number else start,
+        start=start,
+        end=start + 1.0,
+        host_end=start + 1.0 + host / 2,
+        work=StepWork((), (), tuple(work.get("prefills", ())), tuple(work.get("decodes", ()))),
+        owners={0: SequenceId("a", 0)},
+        waiting=0,
+        running=1,
+        pages=PoolUsage(1, 0, 9),
+    )
+
+
+def test_host_time_that_the_device_hides():
+    rounds = [ahead(0, 0.2, prefills=[prefill(0, 4)]), *(ahead(i, 0.4, decodes=[0]) for i in range(1, 5))]
+    summary = summarize(recorded(queued("a", 9.0, 4), *rounds), CAPACITY)
+    assert summary.host.mean == pytest.approx((0.2 + 4 * 0.4) / 5)
+    assert summary.host_of_decode == pytest.approx(0.4)
+    # Only the first scheduling and the last outputs have nothing beside them on the device.
+    assert summary.host_exposed == pytest.approx((0.1 + 0.2) / (0.3 + 5.0))
+    assert summary.bottleneck.name == "decode"
+    assert "it waited for the host 6% of the rounds' time" in summary.bottleneck.evidence
+
+
+def test_host_time_that_nothing_hides():
+    summary = summarize(recorded(*two_requests()), CAPACITY)
+    rounds = summary.rounds
+    assert summary.host_exposed == pytest.approx(0.5 * rounds / (summary.device.mean * rounds + 0.5 * rounds))
+    assert summary.host_of_decode == pytest.approx(0.5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 2), st.floats(0.01, 2), st.floats(0, 2), st.floats(0, 2), st.floats(0, 1)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_exposed_host_time_is_that_of_a_clock_that_looks_at_both(parts):
+    """Rounds in any order of host and device work, against counting small steps of time."""
+    rounds, free = [], 0.0
+    for gap, length, before, after, overlap in parts:
+        start = free + gap
+        dispatched = start - overlap * min(1.0, start)
+        free = start + length
+        rounds.append(
+            dataclasses.replace(
+                ahead(0, 0.2, decodes=[0]),
+                host_start=dispatched - before,
+                dispatched=dispatched,
+                start=start,
+                end=free,
+                host_end=free + after,
+            )
+        )
+    summary = summarize(recorded(queued("a", -5.0, 4), *rounds), CAPACITY)
+    times = np.arange(-5.0, free + 3.0, 0.005) + 0.0025
+    busy = sum(((r.start <= times) & (times < r.end)).astype(int) for r in rounds)
+    host = sum(
+        ((r.host_start <= times) & (times < r.dispatched)).astype(int)
+        + ((r.end <= times) & (times < r.host_end)).astype(int)
+        for r in rounds
+    )
+    exposed = float((host * (busy == 0)).sum()) * 0.005
+    device = sum(r.end - r.start for r in rounds)
+    assert summary.host_exposed == pytest.approx(exposed / (exposed + device), abs=0.05)

@@ -139,7 +139,8 @@ def _measured(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds
             max_prefill_rows=min(_PREFILL_ROWS, config.max_slots),
             vocab_size=options.vocab_size,
         )
-        return config, MeasuredSteps(options.steps, buckets_for(limits)), f"measured, {options.steps}"
+        steps = MeasuredSteps(options.steps, buckets_for(limits), streamed=config.max_rounds_in_flight > 1)
+        return config, steps, f"measured, {options.steps}"
 
 
 def _roofline(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds, str]:

@@ -32,11 +32,13 @@ class MeasuredSteps:
     longer than one of as many tokens, and those after cached positions longer than those without, as far as the file
     has such prefills: linear between measured prompts and positions (their mean over the tokens), for the nearest token
     counts. A round takes its decode and its prefill one after the other.
+    streamed: rounds are dispatched one ahead, so that they take what the steps took that were dispatched back to back,
+    not what those took that were waited for.
     Raises ValueError, one sentence, when the file is none of `bench steps` or has no decode or no prefill.
     """
 
-    def __init__(self, path: str | Path, buckets: Buckets) -> None:
-        decodes, prefills = _read_steps(Path(path))
+    def __init__(self, path: str | Path, buckets: Buckets, *, streamed: bool = False) -> None:
+        decodes, prefills = _read_steps(Path(path), "stream_s" if streamed else "median_s")
         self._buckets = buckets
         self._decode = _by_size((batch, context, s) for (batch, context), s in decodes.items())
         one_token = self._decode[0][1][0][1]
@@ -153,14 +155,14 @@ def _between(points: _Points, size: float) -> float:
     return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
 
-def _read_steps(path: Path) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int, int], float]]:
-    """Seconds of decodes by (batch, context), and of prefills by (rows, tokens of each, context)."""
+def _read_steps(path: Path, time: str) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int, int], float]]:
+    """Seconds of decodes by (batch, context), and of prefills by (rows, tokens of each, context); time: which ones."""
     if path.is_file() and path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path} is too large for the output of `jaxinfer bench steps --json`.")
     try:
         steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
         sizes = [tuple(_size(step, key) for key in ("batch", "tokens", "context")) for step in steps]
-        timed = [(step["kind"], size, _median(step)) for step, size in zip(steps, sizes, strict=True)]
+        timed = [(step["kind"], size, _seconds(step, time)) for step, size in zip(steps, sizes, strict=True)]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not the output of `jaxinfer bench steps --json`.") from error
     decodes = {(batch, context): s for kind, (batch, _, context), s in timed if kind == "decode"}
@@ -176,8 +178,8 @@ def _size(step: Mapping[str, Any], key: str) -> int:
     return step[key]
 
 
-def _median(step: Mapping[str, Any]) -> float:
-    seconds = float(step["median_s"])
-    if not 0 < seconds < math.inf:
-        raise ValueError("median_s")
-    return seconds
+def _seconds(step: Mapping[str, Any], time: str) -> float:
+    times = {name: float(step[name]) for name in ("median_s", "stream_s")}
+    if not all(0 < seconds < math.inf for seconds in times.values()):
+        raise ValueError("seconds")
+    return times[time]

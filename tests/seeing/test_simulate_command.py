@@ -34,7 +34,9 @@ def config_file(tmp_path) -> str:
 def steps_file(tmp_path):
     def write(*steps, **changes) -> str:
         entries = [
-            {"kind": kind, "batch": batch, "tokens": tokens, "context": context, "median_s": seconds} | changes
+            {"kind": kind, "batch": batch, "tokens": tokens, "context": context}
+            | {"median_s": seconds, "stream_s": 0.9 * seconds}
+            | changes
             for kind, batch, tokens, context, seconds in steps
         ]
         path = tmp_path / "steps.json"
@@ -119,15 +121,17 @@ def run_json(capsys, *arguments) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_measured_run(steps_file, capsys):
+@pytest.mark.parametrize(("options", "factor"), [((), 0.9), (("--no-async-scheduling",), 1.0)])
+def test_measured_run(steps_file, capsys, options, factor):
     found = run_json(
         capsys,
+        *options,
         *("--steps", steps_file(*STEPS), "--num-prompts", "1"),
         *("--random-input-len", "512", "--random-output-len", "3"),
     )
-    assert found["ttft"]["p50"] == pytest.approx(0.5)
     # The decodes see 512 and 513 positions: 10 ms and 10 more for each 200 above 100.
-    assert found["itl"]["mean"] == pytest.approx(0.010 + 0.010 * 412.5 / 200)
+    assert found["itl"]["mean"] == pytest.approx(factor * (0.010 + 0.010 * 412.5 / 200))
+    assert found["ttft"]["p50"] == pytest.approx(factor * 0.5)
 
 
 def test_roofline_run(config_file, capsys, tmp_path):
@@ -219,7 +223,9 @@ def test_files_that_are_no_steps(tmp_path, capsys, text):
     assert "steps.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", [{"median_s": -1}, {"median_s": "nan"}, {"batch": "x"}, {"context": -1}])
+@pytest.mark.parametrize(
+    "change", [{"median_s": -1}, {"median_s": "nan"}, {"stream_s": 0}, {"batch": "x"}, {"context": -1}]
+)
 def test_steps_with_wrong_values(steps_file, capsys, change):
     assert main(["simulate", "--steps", steps_file(*STEPS, **change)]) == 2
     assert "is not the output of `jaxinfer bench steps --json`." in capsys.readouterr().err

@@ -123,6 +123,22 @@ def test_positions_of_a_round_that_was_not_committed_are_not_copied():
     scheduler.commit(work, StepResult({0: SampledToken(5)}))
     scheduler.check_integrity()
     assert starts(serve(scheduler, request(prompt))) == [0]
+    # The same while decoding: the prompt was committed, the position after it was not.
+    second = request(range(200, 204), max_tokens=9)
+    scheduler.add(second)
+    run_round(scheduler)
+    work = scheduler.schedule()
+    scheduler.cancel(second.request_id)
+    scheduler.commit(work, StepResult({}, {}, frozenset(work.decodes)))
+    assert starts(serve(scheduler, request([*range(200, 204), 5, 6]))) == [4]
+
+
+def test_a_start_too_short_to_be_copied_is_not_kept():
+    scheduler = Scheduler(CONFIG)
+    serve(scheduler, request(range(100, 109)))
+    assert scheduler.pool.usage.cached == 1
+    serve(scheduler, request(range(200, 210)))
+    assert scheduler.pool.usage.cached == 3
 
 
 # Host memory
@@ -266,6 +282,18 @@ def test_requests_are_measured_by_their_window():
     unbounded = Scheduler(config)
     unbounded.add(request(range(100), max_tokens=None))
     assert next(iter(unbounded.requests.values())).max_new_tokens == 156  # as long as the context
+
+
+def test_shared_pages_that_one_leaves_behind_do_not_break_a_reservation():
+    """Two share a prompt's pages; the first drops them while the second holds them, and needs others in their place."""
+    scheduler = Scheduler(replace(CONFIG, num_pages=9, window=16, max_batched_tokens=16, reserve_full=True))
+    prompt = [*range(100, 124)]
+    scheduler.add(request(prompt, max_tokens=40))
+    for _ in range(3):
+        run_round(scheduler)
+    works = serve(scheduler, request([*prompt, 1], max_tokens=40), request([*prompt, 2], max_tokens=40))
+    assert scheduler.counts.preemptions == 0
+    assert sum(len(work.decodes) for work in works) > 100
 
 
 @pytest.mark.parametrize("values", [{"window": 0}, {"host_pages": -1}])

@@ -159,6 +159,11 @@ def _print_summary(summary: Summary, unit: TimeUnit) -> None:
         f"KV pages held: {100 * summary.kv_mean:.0f}% on average, {100 * summary.kv_peak:.0f}% at most; "
         f"{summary.preemptions} preemptions; {100 * summary.hit_rate:.1f}% of known tokens found in the cache."
     )
+    if summary.page_copies or summary.pages_out:
+        print(
+            f"Pages: {summary.page_copies} copied, {summary.pages_out} moved to host memory, {summary.pages_in} back; "
+            f"it kept {summary.host_pages_peak} at most."
+        )
     share = "" if summary.host_of_decode is None else f"{100 * summary.host_of_decode:.1f}% of a decode step, "
     print(
         f"The host took {share}and kept the device waiting {100 * summary.host_exposed:.1f}% of the {summary.rounds} "

@@ -125,9 +125,11 @@ class Summary:
     tokens. output_rate: tokens per second of each sequence, over its own time. requests_per_s, output_tokens_per_s,
     total_tokens_per_s: over the duration. good, goodput_per_s: sequences within the objective, and per second; None
     without one. kv_mean, kv_peak: share of the pages held by sequences, averaged over the rounds' time and at most.
-    hit_rate: share of the known tokens found in the cache. device, host: time of each round there; they overlap when
-    rounds are scheduled ahead. host_of_decode: host time of the rounds with decodes only, as a share of their time on
-    the device. host_exposed: share of the rounds' time in which only the host worked and the device waited.
+    hit_rate: share of the known tokens found in the cache. host_pages_peak: most pages in host memory; pages_out,
+    pages_in, page_copies: pages moved there, back, and copied inside the pool. device, host: time of each round there;
+    they overlap when rounds are scheduled ahead. host_of_decode: host time of the rounds with decodes only, as a share
+    of their time on the device. host_exposed: share of the rounds' time in which only the host worked and the device
+    waited.
     """
 
     sequences: int
@@ -150,6 +152,10 @@ class Summary:
     kv_peak: float
     preemptions: int
     hit_rate: float
+    host_pages_peak: int
+    pages_out: int
+    pages_in: int
+    page_copies: int
     rounds: int
     device: Distribution | None
     host: Distribution | None
@@ -196,6 +202,10 @@ def summarize(timeline: Timeline, capacity: Capacity, slo: Slo | None = None) ->
         kv_peak=max(shares, default=0.0),
         preemptions=sum(len(sequence.preemptions) for sequence in sequences),
         hit_rate=_hit_rate(sequences),
+        host_pages_peak=max((round_.host_pages for round_ in rounds), default=0),
+        pages_out=sum(round_.pages_out for round_ in rounds),
+        pages_in=sum(round_.pages_in for round_ in rounds),
+        page_copies=sum(round_.page_copies for round_ in rounds),
         rounds=len(rounds),
         device=distribution(round_.device_s for round_ in rounds),
         host=distribution(round_.host_s for round_ in rounds),

@@ -116,6 +116,7 @@ class RoundFinished:
         owners: slot -> sequence, for every slot with work, without sequences that were ended while the round ran.
         waiting, running: sequences without and with a slot once the round was scheduled.
         pages: the pool then, the pages taken for the round included.
+        host_pages: pages that host memory kept then.
     """
 
     host_start: float
@@ -128,6 +129,7 @@ class RoundFinished:
     waiting: int
     running: int
     pages: PoolUsage
+    host_pages: int = 0
 
     def steps(self) -> Iterator[SequenceStep]:
         """What the round did, sequence by sequence, decodes first."""

@@ -103,6 +103,7 @@ class RoundTimeline:
     Attributes:
         decodes: sequences that decoded.
         prefill_rows, prefill_tokens: sequences that were prefilled, and their tokens computed.
+        pages_out, pages_in, page_copies: pages moved to host memory, back from there, and copied inside the pool.
     """
 
     host_start: float
@@ -116,6 +117,10 @@ class RoundTimeline:
     waiting: int
     running: int
     pages: PoolUsage
+    host_pages: int = 0
+    pages_out: int = 0
+    pages_in: int = 0
+    page_copies: int = 0
 
     @property
     def device_s(self) -> float:
@@ -240,6 +245,10 @@ class TimelineRecorder:
                 waiting=event.waiting,
                 running=event.running,
                 pages=event.pages,
+                host_pages=event.host_pages,
+                pages_out=len(work.page_outs),
+                pages_in=len(work.page_ins),
+                page_copies=len(work.page_copies),
             )
         )
 

@@ -84,6 +84,7 @@ class _Dispatched:
     waiting: int
     running: int
     pages: PoolUsage
+    host_pages: int
 
 
 class Engine:
@@ -290,13 +291,15 @@ class Engine:
             done.waiting,
             done.running,
             done.pages,
+            done.host_pages,
         )
 
     def _dispatch(self, work: StepWork, host_start: float) -> _Dispatched:
         scheduler, start = self.scheduler, self._clock()
         pending = self.runner.dispatch(work)
         waiting, running, pages = len(scheduler.waiting), len(scheduler.running), scheduler.pool.usage
-        return _Dispatched(work, pending, host_start, start, self._clock(), waiting, running, pages)
+        host_pages = scheduler.cache.host.used_slots
+        return _Dispatched(work, pending, host_start, start, self._clock(), waiting, running, pages, host_pages)
 
     def _drop_idle_rounds(self) -> None:
         """Once every request has ended, what is still on the device was computed for nothing: do not wait for it."""

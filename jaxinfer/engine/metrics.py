@@ -1,4 +1,5 @@
-"""Prometheus metrics of serving, under the names that vLLM's dashboards use where the meaning is the same.
+"""Prometheus metrics of serving, under the names that vLLM's dashboards use where the meaning is the same, and under
+jaxinfer: where they have none.
 
 Needs prometheus-client: pip install 'jaxinfer[metrics]'. What differs from vLLM's: a request's n completions count as n
 requests, times end when the last token is on the host rather than when it is delivered, and the tokens that a
@@ -48,11 +49,11 @@ class PrometheusMetrics:
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         label = {"labelnames": ("model_name",), "registry": registry}
 
-        def gauge(name: str, about: str) -> Gauge:
-            return Gauge(f"vllm:{name}", about, **label).labels(model_name)
+        def gauge(name: str, about: str, of: str = "vllm") -> Gauge:
+            return Gauge(f"{of}:{name}", about, **label).labels(model_name)
 
-        def counter(name: str, about: str) -> Counter:
-            return Counter(f"vllm:{name}", about, **label).labels(model_name)
+        def counter(name: str, about: str, of: str = "vllm") -> Counter:
+            return Counter(f"{of}:{name}", about, **label).labels(model_name)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"vllm:{name}", about, buckets=buckets, **label).labels(model_name)
@@ -65,6 +66,10 @@ class PrometheusMetrics:
         self._preemptions = counter("num_preemptions", "Sequences that lost their slot.")
         self._queries = counter("prefix_cache_queries", "Known tokens of sequences that entered a slot.")
         self._hits = counter("prefix_cache_hits", "Those of them that the cache had.")
+        self._host_pages = gauge("host_pages", "KV pages kept in host memory.", "jaxinfer")
+        self._pages_out = counter("pages_out", "KV pages moved to host memory.", "jaxinfer")
+        self._pages_in = counter("pages_in", "KV pages moved back from host memory.", "jaxinfer")
+        self._page_copies = counter("page_copies", "KV pages that a sequence began with a copy of.", "jaxinfer")
         finished = ("model_name", "finished_reason")
         self._success = Counter("vllm:request_success", "Sequences that ended.", finished, registry=registry)
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SHORT)
@@ -102,6 +107,10 @@ class PrometheusMetrics:
         self._waiting.set(event.waiting)
         self._usage.set(event.pages.active / sum(event.pages))
         self._round_tokens.observe(event.work.num_tokens)
+        self._host_pages.set(event.host_pages)
+        self._pages_out.inc(len(event.work.page_outs))
+        self._pages_in.inc(len(event.work.page_ins))
+        self._page_copies.inc(len(event.work.page_copies))
         for step in event.steps():
             if step.sequence in self._sequences:
                 self._step(step, self._sequences[step.sequence], event)

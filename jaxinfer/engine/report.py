@@ -113,6 +113,11 @@ def _figures(section: ReportSection) -> str:
         ("output tokens", f"{summary.output_tokens} ({summary.output_tokens_per_s:.4g}/{unit.per})"),
         ("KV pages held", f"{100 * summary.kv_mean:.0f}% on average, {100 * summary.kv_peak:.0f}% at most"),
         ("cache hits", f"{100 * summary.hit_rate:.1f}% of known tokens"),
+        (
+            "pages in host memory",
+            f"{summary.host_pages_peak} at most, {summary.pages_out} out, {summary.pages_in} back",
+        ),
+        ("pages copied", str(summary.page_copies)),
         ("preemptions", str(summary.preemptions)),
         ("host", f"{_share(summary.host_of_decode)} of a decode step"),
         ("device waits for the host", f"{_share(summary.host_exposed)} of the rounds' time"),

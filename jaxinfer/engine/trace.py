@@ -54,6 +54,8 @@ def _round_events(round_: RoundTimeline, begin: float) -> Iterator[dict[str, Any
     yield _span(_HOST, "outputs", round_.end, round_.host_end, begin, {})
     counters = {
         "pages": round_.pages._asdict(),
+        "pages in host memory": {"pages": round_.host_pages},
+        "page moves": {"out": round_.pages_out, "in": round_.pages_in, "copied": round_.page_copies},
         "requests": {"waiting": round_.waiting, "running": round_.running},
         "tokens": {"decode": round_.decodes, "prefill": round_.prefill_tokens},
     }

@@ -27,7 +27,18 @@ def prefill(slot: int, tokens: int, start: int = 0, sample: bool = True) -> Pref
 
 
 def round_of(
-    start, end, owners, *, prefills=(), decodes=(), entered=(), waiting=0, active=1, cached=0
+    start,
+    end,
+    owners,
+    *,
+    prefills=(),
+    decodes=(),
+    entered=(),
+    waiting=0,
+    active=1,
+    cached=0,
+    moves=((), (), ()),
+    host=0,
 ) -> RoundFinished:
     return RoundFinished(
         host_start=start - HOST,
@@ -35,9 +46,10 @@ def round_of(
         start=start,
         end=end,
         host_end=end + HOST,
-        work=StepWork((), tuple(setup(slot) for slot in entered), tuple(prefills), tuple(decodes)),
+        work=StepWork((), tuple(setup(slot) for slot in entered), tuple(prefills), tuple(decodes), *moves),
         owners={slot: SequenceId(name, 0) for slot, name in owners.items()},
         waiting=waiting,
         running=len(owners),
         pages=PoolUsage(active, cached, 10 - active - cached),
+        host_pages=host,
     )

@@ -6,6 +6,7 @@ import pytest
 from rounds import finished, prefill, queued, round_of
 
 from jaxinfer.core.observer import SequenceId, SequencePreempted
+from jaxinfer.core.step import PageCopy, PageIn, PageOut
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -48,3 +49,15 @@ def test_metrics_by_hand():
     assert (value(f"{per_token}_count"), value(f"{per_token}_sum")) == (1, 5)
     assert (value("request_prompt_tokens_sum"), value("request_generation_tokens_sum")) == (12, 3)
     assert (value("iteration_tokens_total_count"), value("iteration_tokens_total_sum")) == (3, 3 + 5 + 1)
+
+
+def test_page_moves_are_counted():
+    from jaxinfer.engine.metrics import PrometheusMetrics
+
+    registry = prometheus_client.CollectorRegistry()
+    metrics = PrometheusMetrics("tiny", registry)
+    metrics(round_of(1.0, 2.0, {}, moves=((PageOut(1, 0), PageOut(2, 1)), (PageCopy(3, 4),), ()), host=2))
+    metrics(round_of(2.0, 3.0, {}, moves=((), (PageCopy(3, 4), PageCopy(3, 5)), (PageIn(1, 6),)), host=1))
+    names = ("host_pages", "pages_out_total", "pages_in_total", "page_copies_total")
+    values = [registry.get_sample_value(f"jaxinfer:{name}", {"model_name": "tiny"}) for name in names]
+    assert values == [1, 2, 1, 3]

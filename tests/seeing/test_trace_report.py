@@ -12,6 +12,7 @@ from rounds import finished, prefill, queued, round_of
 
 from jaxinfer.core.latency import Capacity, Slo, summarize
 from jaxinfer.core.observer import SequenceId, SequencePreempted
+from jaxinfer.core.step import PageCopy, PageIn, PageOut
 from jaxinfer.core.timeline import TimelineRecorder
 from jaxinfer.engine.report import MOST_ROWS, ReportSection, report_html, write_report
 from jaxinfer.engine.trace import chrome_trace, write_trace
@@ -159,3 +160,23 @@ def test_several_runs_and_none(tmp_path):
     assert "B run" in text
     with pytest.raises(OSError, match="Is a directory"):
         write_report([section()], tmp_path)
+
+
+def test_page_moves_are_shown():
+    recorder = TimelineRecorder()
+    recorder(queued("a", 0.0, 10))
+    moves = ((PageOut(1, 0), PageOut(2, 1)), (PageCopy(3, 4),), (PageIn(1, 6), PageIn(0, 7), PageIn(2, 8)))
+    recorder(round_of(1.0, 2.0, {0: "a"}, prefills=[prefill(0, 3)], entered=[0], moves=moves, host=5))
+    recorder(round_of(2.0, 3.0, {0: "a"}, decodes=[0], moves=(moves[0], (), ()), host=4))
+    found = recorder.timeline()
+    summary = summarize(found, CAPACITY)
+    figures = (summary.host_pages_peak, summary.pages_out, summary.pages_in, summary.page_copies)
+    assert figures == (5, 4, 3, 1)
+    counters = {}
+    for event in chrome_trace(found)["traceEvents"]:
+        if event["ph"] == "C":
+            counters.setdefault(event["name"], []).append(event["args"])
+    assert counters["page moves"] == [{"out": 2, "in": 3, "copied": 1}, {"out": 2, "in": 0, "copied": 0}]
+    assert counters["pages in host memory"] == [{"pages": 5}, {"pages": 4}]
+    page = report_html([ReportSection("A run", [], found, summary)])
+    assert "5 at most, 4 out, 3 back" in page

@@ -15,13 +15,13 @@ import importlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from _sides import Side
 
 PEER_SCRIPT = Path(__file__).with_name("_peer_transformers.py")
 
@@ -59,46 +59,18 @@ def open_jaxinfer(model: Path, dtype: str) -> Measure:
     return measure
 
 
-class TransformersPeer:
-    """The other process; `measure` blocks until it has answered."""
+class TransformersPeer(Side):
+    """The other process, and which cache it chose for what."""
 
     def __init__(self, python: str, model: Path, dtype: str, threads: int):
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         options = ["--model", str(model), "--dtype", dtype, "--threads", str(threads)]
-        command = [python, str(PEER_SCRIPT), "--serve", *options]
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-            )
-        except OSError as error:
-            raise SystemExit(f"{python} cannot be started: {error.strerror}") from None
-        self.about = self._read()
+        super().__init__("transformers", [python, str(PEER_SCRIPT), "--serve", *options])
         self.caches: dict[str, str] = {}
 
     def measure(self, request: Request) -> list[float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(request)) + "\n")
-        self._process.stdin.flush()
-        answer = self._read()
-        if "error" in answer:
-            raise SystemExit(f"the transformers process refused a request: {answer['error']}")
+        answer = self.ask(asdict(request))
         self.caches[f"{request.measure} b{request.batch}"] = answer["cache"]
         return answer["seconds"]
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            lines = self._log.read().strip().splitlines() or ["it said nothing"]
-            raise SystemExit(f"the transformers process ended: {lines[-1][:300]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-        self._log.close()
 
 
 def alternate(sides: dict[str, Measure], rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from _serving import serve_on
+
 from checkpoints import DEFAULT_MODEL
-from jaxinfer.core.observer import Observers
 from jaxinfer.core.timeline import Timeline
 from jaxinfer.core.workload import Workload, WorkloadRequest, WorkloadSpec, random_workload
 from jaxinfer.engine import Engine
-from jaxinfer.engine.build import EngineOptions, build_engine, engine_on
-from jaxinfer.engine.serve_bench import measure_serving
+from jaxinfer.engine.build import EngineOptions, build_engine
 
 DECODING = 8
 """Sequences that decode at once where the host's time is measured."""
@@ -155,12 +155,7 @@ CLAIMS: dict[str, Callable[[Bench], Claim]] = {
 
 
 def serve(engine: Engine, options: EngineOptions, workload: Workload) -> Timeline:
-    observers = Observers()
-    fresh = engine_on(engine.runner, engine.tokenizer, options, observers)
-    run = measure_serving(fresh, observers, workload)
-    if run.refused:
-        raise SystemExit(f"A request was refused: {run.refused[0]}")
-    return run.timeline
+    return serve_on(engine, options, workload).timeline
 
 
 def first_token(timeline: Timeline) -> list[float]:

@@ -4,6 +4,7 @@ rope.json: what transformers computes from RoPE settings. A case has the config'
 the frequencies of all pairs and the attention factor for it.
 config_keys.json: per model_type, the keys that the class of its config defines, with their defaults, and the class of
 the model.
+parameters.json: how many parameters transformers counts in models of published shapes, which are made without memory.
 Needs torch and transformers (the versions used are in README.md), nothing of jaxinfer.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     Phi3Config,
@@ -138,7 +140,30 @@ def config_keys(model_type: str) -> dict[str, object]:
     return {"class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "keys": defaults}
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
+    "gemma-2-2b": ("gemma2", {"head_dim": 256} | dict(zip(SIZES, (2304, 9216, 26, 8, 4), strict=True))),
+    "gemma-3-1b": ("gemma3_text", {"vocab_size": 262144} | dict(zip(SIZES, (1152, 6912, 26, 4, 1), strict=True))),
+    "phi-3-mini-4k": ("phi3", {"vocab_size": 32064} | dict(zip(SIZES, (3072, 8192, 32, 32, 32), strict=True))),
+    "olmo-2-7b": ("olmo2", {"vocab_size": 100352} | dict(zip(SIZES, (4096, 11008, 32, 32, 32), strict=True))),
+    "smollm3-3b": ("smollm3", {"vocab_size": 128256} | dict(zip(SIZES, (2048, 11008, 36, 16, 4), strict=True))),
+    "gpt2": ("gpt2", {}),
+    "opt-125m": ("opt", {"vocab_size": 50272}),
+}
+
+
+def count_parameters(model_type: str, keys: dict[str, object]) -> dict[str, object]:
+    """Of a model of that shape; tied ones count once."""
+    config = CONFIG_MAPPING[model_type](**keys, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return {"config": config.to_dict(), "parameters": sum(parameter.numel() for parameter in model.parameters())}
+
+
 def main() -> None:
+    published = {name: count_parameters(*shape) for name, shape in PUBLISHED.items()}
+    (HERE / "parameters.json").write_text(json.dumps(published, indent=1, default=str) + "\n")
     cases = [
         {"model_type": model_type, "config": keys, "length": length, "ropes": frequencies(model_type, keys, length)}
         for model_type, keys, length in rope_cases()

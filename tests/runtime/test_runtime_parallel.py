@@ -21,10 +21,12 @@ from jaxinfer.runtime.steps import decode_step, prefill_step
 
 config = DecoderConfig(
     vocab_size=96, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, intermediate_size=64,
-    max_positions=64, norm_eps=1e-5, ropes=(RopeConfig(1e4, 8),) * 2, windows=(None, 5), qkv_bias=True, tied_head={tied},
-    kv_dtype="{kv_dtype}",
+    max_positions=64, norm_eps=1e-5, ropes=(RopeConfig(1e4, 8),) * 2, windows=(None, 5), qkv_bias=True,
+    tied_head={tied}, kv_dtype="{kv_dtype}", **{architecture},
 )
-params = jax.tree.map(lambda x: x * 8, init_params(config, jax.random.key(0)))
+def spread(x):
+    return x * 8 + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape)  # biases begin as zeros
+params = jax.tree.map(spread, init_params(config, jax.random.key(0)))
 def updates(slots, columns, pages):
     return TableUpdates(*(jnp.array(x, jnp.int32) for x in (slots, columns, pages)))
 prefill = PrefillBatch(jnp.arange(16, dtype=jnp.int32) * 5 % 96, jnp.array([0, 9, 14]), jnp.array([1, 0]),
@@ -54,10 +56,35 @@ print("equal")
 """
 
 
+NORMS_AFTER = {
+    "norm": "rms_float32",
+    "norm_placement": "after",
+    "qk_norm": "projection",
+    "attention_softcap": 5.0,
+    "logit_softcap": 20.0,
+}
+LAYER_NORMS = {
+    "norm": "layer",
+    "gated_mlp": False,
+    "activation": "gelu_tanh",
+    "output_bias": True,
+    "mlp_bias": True,
+    "position_offset": 2,
+}
+
+
 # With int8 pages a difference in the last bit may round a key or value to its neighbour.
-@pytest.mark.parametrize(("tied", "kv_dtype", "part"), [(True, "auto", 2e-5), (False, "int8", 0.05)])
-def test_four_devices_answer_as_one(tied: bool, kv_dtype: str, part: float):
-    program = PROGRAM.format(tied=tied, kv_dtype=kv_dtype, part=part)
+@pytest.mark.parametrize(
+    ("tied", "kv_dtype", "part", "architecture"),
+    [
+        (True, "auto", 2e-5, {}),
+        (False, "int8", 0.05, {}),
+        (True, "auto", 2e-5, NORMS_AFTER),
+        (True, "auto", 2e-5, LAYER_NORMS),
+    ],
+)
+def test_four_devices_answer_as_one(tied: bool, kv_dtype: str, part: float, architecture: dict[str, object]):
+    program = PROGRAM.format(tied=tied, kv_dtype=kv_dtype, part=part, architecture=architecture)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300, check=False

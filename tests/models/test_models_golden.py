@@ -148,9 +148,23 @@ def test_prefill_step_gives_the_last_position_of_each_row(golden_models):
         assert_close(np.asarray(logits[row]), model.logits[1 + row][-1])
 
 
-def test_bfloat16_logits_stay_near_float32(golden_models):
-    model = golden_models["mistral"]
-    config, params = model.config_as("bfloat16"), model.params_as("bfloat16")
+BFLOAT16_ERRORS = {
+    # Median and 99% quantile of transformers' own error in bfloat16, eager on a CPU, against the spread of the logits.
+    "mistral": (0.0109, 0.0646),
+    "gemma2": (0.0083, 0.0469),
+    "gemma3": (0.0071, 0.0373),
+    "phi3-long": (0.0110, 0.0785),
+    "olmo2": (0.0054, 0.0285),
+    "smollm3": (0.0159, 0.1147),
+    "gpt2": (0.0063, 0.0325),
+    "opt": (0.0053, 0.0265),
+}
+
+
+@pytest.mark.parametrize("name", BFLOAT16_ERRORS)
+def test_bfloat16_is_no_further_from_float32_than_transformers(golden_models, name):
+    model = golden_models[name]
+    config, params = model.config_as("bfloat16").for_context(CONTEXT), model.params_as("bfloat16")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     session = Session(model)
     session.config, session.params = config, params
@@ -160,8 +174,8 @@ def test_bfloat16_logits_stay_near_float32(golden_models):
     found = np.concatenate(session.prefill(model.prompts))
     expected = np.concatenate(model.logits)
     assert found.dtype == np.float32
-    # bfloat16 keeps 8 bits: the error is measured against the spread of the logits.
     error = np.abs(found - expected) / expected.std()
-    assert np.quantile(error, 0.5) < 0.02
-    assert np.quantile(error, 0.99) < 0.08
+    median, most = BFLOAT16_ERRORS[name]
+    assert np.quantile(error, 0.5) < 1.15 * median
+    assert np.quantile(error, 0.99) < 1.15 * most
     assert np.quantile(error, 0.5) > 1e-4, "this was not computed in bfloat16"

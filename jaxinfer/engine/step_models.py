@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
 import statistics
@@ -89,7 +90,7 @@ class RooflineSteps:
         self._bandwidth, self._rate = devices * target.chip.bandwidth, devices * target.chip.flops
         self._ratio = floor_ratio
         self._counts = tuple(Counter(config.windows).items())  # (window, layers)
-        self._config = config
+        self._weight_bytes = functools.cache(functools.partial(weight_bytes_read, config))
         self._embedding_bytes = config.hidden_size * (4 if config.dtype == "float32" else 2)
         self._logit_bytes = 4 * config.vocab_size
         self._kv_bytes = config.kv_bytes_per_token
@@ -112,7 +113,7 @@ class RooflineSteps:
         reads_new: whether the new keys and values are read from memory too, as decode does.
         """
         tokens = sum(computed for _, computed in rows)
-        moved = weight_bytes_read(self._config, tokens) + len(rows) * self._logit_bytes
+        moved = self._weight_bytes(tokens) + len(rows) * self._logit_bytes
         moved += tokens * (self._embedding_bytes + self._kv_bytes)
         flops = tokens * self._token_flops + len(rows) * self._head_flops
         for start, computed in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,31 +59,24 @@ def prefill_cost(config: DecoderConfig, tokens: int, start: int = 0) -> StepCost
 
 
 @functools.cache
+def _leaves(config: DecoderConfig) -> tuple[tuple[tuple[Any, ...], Any], ...]:
+    """(path, shape and type) of every parameter; kept, since large models take seconds to trace."""
+    return tuple(jax.tree_util.tree_leaves_with_path(abstract_params(config)))
+
+
 def parameter_bytes(config: DecoderConfig) -> int:
     """Bytes of all parameters."""
-    leaves = jax.tree.leaves(abstract_params(config))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(_bytes(leaf) for _, leaf in _leaves(config))
 
 
 def weight_bytes_read(config: DecoderConfig, tokens: int = 1) -> int:
     """Bytes of the parameters that a step over so many positions reads: all but tables of which it reads rows, and but
     experts that no position uses."""
     unused = 0.0 if config.moe is None else 1 - experts_used(config.moe, tokens) / config.moe.num_experts
-    return parameter_bytes(config) - _table_bytes(config) - int(_expert_bytes(config) * unused)
-
-
-@functools.cache
-def _table_bytes(config: DecoderConfig) -> int:
-    params = abstract_params(config)
-    tables = [params[name] for name in ("position_embedding",) if name in params]
-    tables += [] if config.tied_head else [params["embedding"]]
-    return sum(table.size * table.dtype.itemsize for table in tables)
-
-
-@functools.cache
-def _expert_bytes(config: DecoderConfig) -> int:
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
-    return sum(leaf.size * leaf.dtype.itemsize for path, leaf in leaves if _of_experts(path))
+    experts = sum(_bytes(leaf) for path, leaf in _leaves(config) if _of_experts(path))
+    tables = ("position_embedding",) if config.tied_head else ("position_embedding", "embedding")
+    rows = sum(_bytes(leaf) for path, leaf in _leaves(config) if path[0].key in tables)
+    return parameter_bytes(config) - rows - int(experts * unused)
 
 
 def experts_used(moe: MoEConfig, tokens: int) -> float:
@@ -94,15 +86,12 @@ def experts_used(moe: MoEConfig, tokens: int) -> float:
 
 def active_parameters(config: DecoderConfig) -> int:
     """Parameters of the model without the experts that a position does not use."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
-    return sum(_used(config, path, leaf) for path, leaf in leaves)
+    return sum(_used(config, path, leaf) for path, leaf in _leaves(config))
 
 
-@functools.cache
 def matmul_weights(config: DecoderConfig) -> int:
     """Parameters of all layers that a position is multiplied with: of experts, those of the ones it uses."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
-    return sum(_used(config, path, leaf) for path, leaf in leaves if path[-1].key in _PRODUCTS)
+    return sum(_used(config, path, leaf) for path, leaf in _leaves(config) if path[-1].key in _PRODUCTS)
 
 
 def pair_flops(config: DecoderConfig) -> int:
@@ -120,6 +109,10 @@ def _used(config: DecoderConfig, path: tuple[Any, ...], leaf: Any) -> int:
     if config.moe is None or not _of_experts(path):
         return leaf.size
     return leaf.size * config.moe.experts_per_token // config.moe.num_experts
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.size * leaf.dtype.itemsize
 
 
 def _of_experts(path: tuple[Any, ...]) -> bool:

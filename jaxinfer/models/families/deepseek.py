@@ -24,7 +24,7 @@ _RULES = (
     *experts(f"{_MLP}.experts"),
     *shared_expert(f"{_MLP}.shared_experts"),
 )
-_HARMLESS = ("qk_head_dim", "head_dim", "num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux")
+_HARMLESS = ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")
 _EVERY_LAYER = {"moe_layer_freq": (None, 1)}
 
 
@@ -44,7 +44,6 @@ def _read_v2(config: Config) -> DecoderConfig:
         groups_per_token=positive_int(config, "topk_group") if limited else 1,
         weight_scale=positive_float(config, "routed_scaling_factor", 1.0),
     )
-    config.asked.update(("n_group", "topk_group"))
     return _decoder(config, moe, interleaved=True)
 
 
@@ -96,22 +95,21 @@ def _decoder(config: Config, moe: MoEConfig, *, interleaved: bool) -> DecoderCon
     settings, bias = rope_settings(config), flag(config, "attention_bias", False)
     theta = positive_float(config, "rope_theta", 10000.0)
     rope = rope_of(config, settings, mla.rope_dim, theta=theta, interleaved=interleaved)
-    heads = positive_int(config, "num_attention_heads")
-    # One head is cached, whatever the config says of those that the latent is expanded to.
-    one_head = Config({**config, "num_key_value_heads": 1, "head_dim": mla.row_dim})
     decoder = llama_like(
-        one_head,
+        config,
         ropes=lambda _, width, layers: (rope,) * layers,
+        head_dim=mla.rope_dim,
         qkv_bias=bias,
         output_bias=bias,
         attention_scale=(mla.plain_dim + mla.rope_dim) ** -0.5 * _magnitude(rope, settings) ** 2,
         moe=moe,
-        mla=mla,
     )
-    config.asked.update(one_head.asked)
-    if config.get("num_key_value_heads") not in (None, heads):
-        raise ModelError(f"Latent attention shares no heads, so num_key_value_heads must be {heads}, or absent.")
-    return decoder
+    if decoder.num_kv_heads != decoder.num_heads:
+        raise ModelError(
+            f"Latent attention shares no heads, so num_key_value_heads must be {decoder.num_heads}, or absent."
+        )
+    # What is cached is one head, the latent, whatever heads it is expanded to.
+    return decoder.replace(num_kv_heads=1, head_dim=mla.row_dim, mla=mla)
 
 
 def _magnitude(rope: RopeConfig, settings: Mapping[str, Any]) -> float:
@@ -130,7 +128,7 @@ FAMILIES = (
         _RULES,
         # Where weights are normalized, DeepSeek's code does not scale them and transformers' does not normalize them.
         neutral={**_EVERY_LAYER, "norm_topk_prob": (None, False), "scoring_func": (None, "softmax")},
-        harmless=(*_HARMLESS, "mlp_bias"),
+        harmless=(*_HARMLESS, "mlp_bias", "n_group", "topk_group"),
     ),
     Family(
         "deepseek_v3",

@@ -28,7 +28,7 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
 def _read(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias", True)
     quantization = config.get("quantization_config")
-    if quantization is not None and quantization.get("quant_method") != "mxfp4":
+    if quantization and (not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4"):
         raise ModelError("The model's quantization_config has a quant_method that is not supported; mxfp4 is.")
     layers = positive_int(config, "num_hidden_layers", 36)
     experts = MoEConfig(

@@ -87,7 +87,7 @@ def random_params(numbers: np.random.Generator, most_tokens: int) -> SamplingPar
         frequency_penalty=float(numbers.choice([0.0, 0.0, 0.3])),
         seed=int(numbers.integers(2**32)),
         ignore_eos=bool(numbers.random() < 0.8),
-        max_tokens=int(numbers.integers(1, most_tokens)),
+        max_tokens=int(numbers.choice([1, 2, *range(most_tokens // 2, most_tokens)])),
         prompt_logprobs=1 if numbers.random() < 0.05 else None,
     )
 
@@ -126,7 +126,7 @@ def model(request):
 
 def random_engine(runner: Runner, numbers: np.random.Generator) -> Engine:
     slots = int(numbers.choice([1, 2, 3, 4, 4]))
-    pages = [12, 12, 13, 15, 20] if runner.limits.window is None else [4, 5, 5, 6, 8]  # the least hold any request
+    pages = [12, 12, 12, 13, 16] if runner.limits.window is None else [4, 5, 5, 6, 8]  # the least hold any request
     part = PartOf(
         runner,
         max_slots=slots,
@@ -151,7 +151,7 @@ class Schedule:
     """Some requests of the catalogue, when they come and when they are cancelled."""
 
     def __init__(self, turns: list[tuple[Case, Case]], numbers: np.random.Generator, engine: Engine) -> None:
-        chosen = numbers.choice(len(turns), int(numbers.integers(4, 10)))
+        chosen = numbers.choice(len(turns), int(numbers.integers(5, 10)))
         self.engine = engine
         self.cases = {str(number): turns[index][0] for number, index in enumerate(chosen)}
         self.next_turns = {str(number): turns[index][1] for number, index in enumerate(chosen)}
@@ -227,4 +227,4 @@ def test_a_thousand_random_schedules_give_what_each_request_gives_alone(model, b
         happened.update({field.name: getattr(counts, field.name) for field in dataclasses.fields(counts)})
     # Each mechanism was at work, or the test says little.
     assert all(happened[name] >= SCHEDULES_PER_BLOCK for name in ("page_copies", "pages_out", "prefix_hits")), happened
-    assert min(happened["preemptions"], happened["pages_in"]) >= 5, happened
+    assert min(happened["preemptions"], happened["pages_in"]) >= 4, happened

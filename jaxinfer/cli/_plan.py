@@ -143,8 +143,7 @@ def _print(plan: Plan, config: DecoderConfig, target: Target | None) -> None:
     per_layer = f"2 x {config.num_kv_heads} heads x {config.head_dim}" if config.mla is None else f"{config.row_dim}"
     layers = f"{config.num_layers} layers x {per_layer}"
     print(f"The KV cache in {config.page_dtype} takes {plan.kv_bytes_per_token / 1024:g} KiB a token ({layers}).")
-    if plan.kv_bytes is not None:
-        print(_pool_sentence(plan, target))
+    print(_pool_sentence(plan, target))
     print_table(
         ("context", "MiB a request", "requests at once"),
         [
@@ -156,7 +155,11 @@ def _print(plan: Plan, config: DecoderConfig, target: Target | None) -> None:
 
 
 def _pool_sentence(plan: Plan, target: Target | None) -> str:
-    assert plan.kv_bytes is not None
+    if plan.kv_bytes is None:
+        return (
+            "Unless told otherwise an engine gives KV up to 1 GiB on a CPU and 90% of the free memory elsewhere, and "
+            "at most 4 times what its slots can use; --target or --kv-gib shows how many requests fit."
+        )
     if plan.kv_bytes < 0 and target is not None:
         return f"The weights do not fit {target.name}: {-plan.kv_bytes / GIB:.2f} GiB are missing."
     return f"For KV there are {plan.kv_bytes / GIB:.2f} GiB, in pages of {plan.page_size} positions."

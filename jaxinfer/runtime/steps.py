@@ -19,6 +19,7 @@ from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, Table
 from pallas_kernels import AttentionSpec, KVPages
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
+from pallas_kernels.ragged import token_positions
 
 Params = dict[str, Any]
 
@@ -52,7 +53,7 @@ def prefill_hidden(
         kernel = attend_by_heads(partial(_paged_prefill, spec=spec, impl=config.attention))
         return _in_page_width(kernel, spec, *arrays, rows, batch.query_starts, lengths)
 
-    positions = _flat_positions(batch)
+    positions = token_positions(batch.token_ids.shape[0], batch.query_starts, lengths)[1]
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
     return hidden, EngineState(kv, page_table, new_lengths)
@@ -134,12 +135,3 @@ def _updated_table(state: EngineState, updates: TableUpdates) -> jax.Array:
 
 def _rows_of(page_table: jax.Array, slots: jax.Array) -> jax.Array:
     return page_table.at[slots].get(mode="fill", fill_value=0)
-
-
-def _flat_positions(batch: PrefillBatch) -> jax.Array:
-    """The position i32[T] of every token; -1 for padding."""
-    index = jnp.arange(batch.token_ids.shape[0])
-    row = jnp.searchsorted(batch.query_starts[1:], index, side="right", method="compare_all")
-    row = jnp.minimum(row, batch.slots.shape[0] - 1)
-    positions = batch.starts[row] + index - batch.query_starts[row]
-    return jnp.where(index < batch.query_starts[-1], positions, -1)

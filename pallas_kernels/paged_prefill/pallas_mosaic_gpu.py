@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _gpu_attention as gpu
 from pallas_kernels.kv_write import pallas_mosaic_gpu as kv_write_gpu
 from pallas_kernels.pages import KVPages
+from pallas_kernels.ragged import token_positions
 from pallas_kernels.spec import AttentionSpec
 
 ROWS = gpu.WARPGROUP_ROWS
@@ -117,12 +118,9 @@ def token_places(
     tokens: int, query_starts: jax.Array, lengths: jax.Array, page_table: jax.Array, page_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """(page, offset) i32[tokens] of each flat token; page 0 for padding tokens."""
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(query_starts, token, side="right").astype(jnp.int32) - 1
-    padding = row >= lengths.shape[0]
-    row = jnp.minimum(row, lengths.shape[0] - 1)
-    position = jnp.where(padding, 0, lengths[row] - query_starts[row + 1] + token)
-    return jnp.where(padding, 0, page_table[row, position // page_size]), position % page_size
+    rows, positions = token_positions(tokens, query_starts, lengths)
+    inside = jnp.maximum(positions, 0)
+    return jnp.where(positions < 0, 0, page_table[rows, inside // page_size]), inside % page_size
 
 
 def block_table(tokens: int, block_tokens: int, query_starts: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import _xla_attention as attention
 from pallas_kernels.kv_write import xla as kv_write_xla
 from pallas_kernels.pages import KVPages
+from pallas_kernels.ragged import token_positions
 from pallas_kernels.spec import AttentionSpec
 
 QUERY_BLOCK = 128
@@ -34,17 +35,9 @@ def paged_prefill(
     if k is not None:
         rows, positions = token_positions(tokens, query_starts, lengths)
         page_ids = page_table[rows, jnp.minimum(positions // pages.page_size, page_table.shape[1] - 1)]
-        page_ids = jnp.where(jnp.arange(tokens) < query_starts[-1], page_ids, 0)
+        page_ids = jnp.where(positions >= 0, page_ids, 0)
         pages = kv_write_xla.kv_write(k, v, pages, page_ids, positions % pages.page_size)
     return _attend(q, pages, page_table, query_starts, lengths, spec, sinks), pages
-
-
-def token_positions(tokens: int, query_starts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The row i32[T] and the position i32[T] of every flat token; what they are for padding tokens means nothing."""
-    index = jnp.arange(tokens)
-    rows = jnp.searchsorted(query_starts[1:], index, side="right", method="compare_all")
-    rows = jnp.minimum(rows, lengths.shape[0] - 1)
-    return rows, lengths[rows] - query_starts[rows + 1] + index
 
 
 def _attend(

@@ -39,22 +39,7 @@ MOST_RESTARTS = 6
 DECODE_GOAL, PREFILL_GOAL = 0.85, 0.70
 GPU_KERNELS = "pallas_mosaic_gpu"
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+LLAMA_3_8B: dict[str, Any] = json.loads((ROOT / "examples" / "llama-3-8b.json").read_text())
 TINY = LLAMA_3_8B | {
     "vocab_size": 256,
     "hidden_size": 64,

@@ -15,22 +15,7 @@ from typing import Any
 
 import pytest
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+LLAMA_3_8B = Path(__file__).parents[2] / "examples" / "llama-3-8b.json"
 SHAPE = ("--max-slots", "64", "--max-context", "2048", "--decode-rows", "64", "--prefill-tokens", "512")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 needs_cuda = pytest.mark.skipif(
@@ -39,15 +24,8 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("llama") / "config.json"
-    path.write_text(json.dumps(LLAMA_3_8B))
-    return path
-
-
-def compile_for(config_file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "jaxinfer.cli", "compile", "--config", str(config_file), "--json", *arguments]
+def compile_for(*arguments: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "jaxinfer.cli", "compile", "--config", str(LLAMA_3_8B), "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ), check=False)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -66,8 +44,8 @@ def check_decode(report: dict[str, Any], kernel: str, most_moved: float | None =
 
 @needs_libtpu
 @pytest.mark.parametrize(("target", "devices"), [("v6e-4", 4), ("v7x-1", 2)])
-def test_tensor_parallel_tpu(config_file, target: str, devices: int):
-    code, report = compile_for(config_file, "--target", target, *SHAPE)
+def test_tensor_parallel_tpu(target: str, devices: int):
+    code, report = compile_for("--target", target, *SHAPE)
     assert code == 0
     assert report["fits"]
     assert report["tensor_parallel"] == devices
@@ -78,8 +56,8 @@ def test_tensor_parallel_tpu(config_file, target: str, devices: int):
 
 
 @needs_libtpu
-def test_one_v6e_is_too_small_and_says_by_how_much(config_file):
-    code, report = compile_for(config_file, "--target", "v6e-1", *SHAPE)
+def test_one_v6e_is_too_small_and_says_by_how_much():
+    code, report = compile_for("--target", "v6e-1", *SHAPE)
     assert code == 1
     assert not report["fits"]
     check_decode(report, "pallas_mosaic_tpu", most_moved=1.10)
@@ -90,10 +68,8 @@ def test_one_v6e_is_too_small_and_says_by_how_much(config_file):
 
 
 @needs_libtpu
-def test_int8_pages_halve_the_pool(config_file):
-    code, report = compile_for(
-        config_file, "--target", "v6e-1", "--kv-dtype", "int8", *SHAPE[:-1], "512", "--page-size", "128"
-    )
+def test_int8_pages_halve_the_pool():
+    code, report = compile_for("--target", "v6e-1", "--kv-dtype", "int8", *SHAPE[:-1], "512", "--page-size", "128")
     assert code == 0
     assert report["pool_bytes"] < 0.53 * 16 * 2**30
     check_decode(report, "pallas_mosaic_tpu")
@@ -101,8 +77,8 @@ def test_int8_pages_halve_the_pool(config_file):
 
 @needs_cuda
 @pytest.mark.parametrize("target", ["h100", "h200"])
-def test_hopper(config_file, target: str):
-    code, report = compile_for(config_file, "--target", target, *SHAPE)
+def test_hopper(target: str):
+    code, report = compile_for("--target", target, *SHAPE)
     assert code == 0
     check_decode(report, "pallas_mosaic_gpu")
     for bucket in report["buckets"]:
@@ -111,8 +87,8 @@ def test_hopper(config_file, target: str):
 
 
 @needs_cuda
-def test_chip_without_a_kernel_says_so(config_file):
-    code, report = compile_for(config_file, "--target", "a100", *SHAPE[:-2], "--prefill-tokens", "32")
+def test_chip_without_a_kernel_says_so():
+    code, report = compile_for("--target", "a100", *SHAPE[:-2], "--prefill-tokens", "32")
     assert code == 0
     assert report["buckets"][0]["kernels"].startswith("xla: pallas_mosaic_gpu cannot run here")
     check_decode(report, "xla")

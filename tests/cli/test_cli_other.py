@@ -141,6 +141,14 @@ def test_info_tells_the_size_of_the_cache(capsys):
     assert "up to 1.1 GB, and 4 times what the slots can use" in capsys.readouterr().out
 
 
+def test_plan_tells_the_size_of_the_cache(capsys, tiny_model):
+    arguments = ["plan", "--model", tiny_model, "--page-size", "16", "--max-context", "64"]
+    assert main(arguments) == 0
+    assert "up to 1 GiB on a CPU" in capsys.readouterr().out
+    assert main([*arguments, "--kv-gib", "1"]) == 0
+    assert "For KV there are 1.00 GiB" in capsys.readouterr().out
+
+
 CTRL_C_WHILE_IMPORTING = """
 import os, signal, sys
 from jaxinfer.cli import main

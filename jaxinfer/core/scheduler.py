@@ -6,11 +6,10 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Literal
 
+from jaxinfer.core.admission import token_limit
 from jaxinfer.core.observer import (
     Observer,
     RequestQueued,
@@ -22,157 +21,10 @@ from jaxinfer.core.observer import (
 from jaxinfer.core.page_cache import PageCache, Prefix, clear_pages
 from jaxinfer.core.pool import PADDING_PAGE, BlockPool
 from jaxinfer.core.request import DEADLINE, NON_FINITE, FinishReason, Request, RequestRefused, Sequence
+from jaxinfer.core.rounds import InFlight, Part, Round, SchedulerCounts, SequenceProgress
+from jaxinfer.core.scheduler_config import SchedulerConfig
 from jaxinfer.core.step import PrefillRow, SampledToken, SlotSetup, StepResult, StepWork, TableUpdate
 from jaxinfer.core.stop import banned_until_min_tokens, finish_by_token
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of scheduling.
-
-    Attributes:
-        max_slots: most sequences on the device at once.
-        page_size: positions in a page.
-        num_pages: pages in the pool, the padding page included.
-        max_context: most tokens of a sequence, prompt and output together.
-        max_batched_tokens: most positions computed in one round; at least max_slots, so that prefill always advances.
-        mode: "continuous" admits a sequence whenever there is room; "static" admits the next wave only when the
-            previous one has wholly finished.
-        max_prefill_rows: most sequences prefilled in one round; None for as many as there are slots.
-        policy: who goes first, at admission and for pages: "fcfs" in order of arrival, "priority" by Request.priority,
-            the lowest first, then in order of arrival.
-        enable_prefix_caching: find the leading full pages of a prompt in the cache instead of computing them.
-        enable_chunked_prefill: cut prompts to fit a round's budget beside the decodes. Otherwise a prompt is computed
-            whole, in a round without decodes.
-        reserve_full: admit a sequence only when the pages for all it can come to need are free, and keep them for it,
-            so that nothing is ever preempted. Otherwise what is free now decides.
-        max_rounds_in_flight: rounds that may be scheduled before the first of them is committed.
-        window: positions that any layer of the model sees, if every layer sees only so many; None keeps all pages.
-        host_pages: evicted pages that host memory keeps.
-    """
-
-    max_slots: int
-    page_size: int
-    num_pages: int
-    max_context: int
-    max_batched_tokens: int
-    mode: Literal["continuous", "static"] = "continuous"
-    max_prefill_rows: int | None = None
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    reserve_full: bool = False
-    max_rounds_in_flight: int = 1
-    window: int | None = None
-    host_pages: int = 0
-
-    def __post_init__(self) -> None:
-        least_values = {"max_slots": 1, "page_size": 1, "num_pages": 2, "max_context": 2, "max_rounds_in_flight": 1}
-        for name, least in least_values.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}.")
-        if self.max_batched_tokens < self.max_slots:
-            raise ValueError(
-                f"max_batched_tokens must be at least max_slots ({self.max_slots}), not {self.max_batched_tokens}."
-            )
-        if self.mode not in ("continuous", "static"):
-            raise ValueError(f"mode must be 'continuous' or 'static', not {self.mode!r}.")
-        if self.policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be 'fcfs' or 'priority', not {self.policy!r}.")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, not {self.window}.")
-        if self.host_pages < 0:
-            raise ValueError(f"host_pages must be at least 0, not {self.host_pages}.")
-        if self.max_prefill_rows is not None and self.max_prefill_rows < 1:
-            raise ValueError(f"max_prefill_rows must be at least 1, not {self.max_prefill_rows}.")
-
-
-@dataclass(slots=True)
-class SchedulerCounts:
-    """What happened since the scheduler was made.
-
-    Attributes:
-        preemptions: sequences that lost slot and pages.
-        prefix_queries: known tokens of the sequences that were looked up in the prefix cache.
-        prefix_hits: those of them that were found.
-        page_copies: pages that a sequence began with a copy of.
-        pages_out: evicted pages that moved to host memory.
-        pages_in: pages that came back from there.
-    """
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    page_copies: int = 0
-    pages_out: int = 0
-    pages_in: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceProgress:
-    """What one committed round gave one sequence: perhaps a token, perhaps entries about prompt tokens.
-
-    A sequence that failed in the round has neither, and finish_reason "abort".
-    """
-
-    sequence: Sequence
-    token: SampledToken | None
-    prompt_logprobs: SequenceOf[SampledToken]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a round does for one sequence: compute up to position `end`; a sequence preempted since has left it."""
-
-    sequence: Sequence
-    end: int
-    num_preemptions: int
-
-    @property
-    def has_left(self) -> bool:
-        return self.sequence.num_preemptions != self.num_preemptions
-
-
-@dataclass(slots=True)
-class _Round:
-    """A StepWork in the making, with what is left of the round's limits, and then the record of what was asked."""
-
-    tokens_left: int
-    rows_left: int
-    entered: list[Sequence] = field(default_factory=list)
-    parts: dict[int, _Part] = field(default_factory=dict)  # by slot
-    table_updates: list[TableUpdate] = field(default_factory=list)
-    slot_setups: list[SlotSetup] = field(default_factory=list)
-    prefills: list[PrefillRow] = field(default_factory=list)
-    decodes: list[int] = field(default_factory=list)
-    being_written: set[bytes] = field(default_factory=set)  # names of the pages that this round fills
-
-    @property
-    def can_prefill(self) -> bool:
-        return self.tokens_left > 0 and self.rows_left > 0
-
-    @property
-    def sequences(self) -> Iterator[Sequence]:
-        yield from self.entered
-        yield from (part.sequence for part in self.parts.values())
-
-    def work(self, cache: PageCache) -> StepWork:
-        moves = cache.moves
-        return StepWork(
-            tuple(self.table_updates),
-            tuple(self.slot_setups),
-            tuple(self.prefills),
-            tuple(self.decodes),
-            tuple(moves.outs),
-            tuple(moves.copies),
-            tuple(moves.ins),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    work: StepWork
-    round: _Round
 
 
 class Scheduler:
@@ -227,7 +79,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_slots))  # a heap: low slots first
         self._num_added = 0
         self._deadlines: list[tuple[float, str]] = []  # a heap
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
 
     @property
     def has_unfinished(self) -> bool:
@@ -253,7 +105,7 @@ class Scheduler:
                 f"The request has priority {request.priority}, but the policy is 'fcfs'; leave the priority out or"
                 " serve with the policy 'priority'."
             )
-        request.max_new_tokens = self._token_limit(request)
+        request.max_new_tokens = token_limit(request, self.config, self.cache)
         self.requests[request.request_id] = request
         self._num_added += 1
         names = self.cache.prompt_names(request)
@@ -320,16 +172,16 @@ class Scheduler:
         if len(self._in_flight) >= self.config.max_rounds_in_flight:
             raise RuntimeError("The rounds in flight must be committed or abandoned before the next is scheduled.")
         self.cache.begin_round()
-        current = _Round(self.config.max_batched_tokens, self.config.max_prefill_rows or self.config.max_slots)
+        current = Round(self.config.max_batched_tokens, self.config.max_prefill_rows or self.config.max_slots)
         for earlier in self._in_flight:
             current.being_written |= earlier.round.being_written
         if self.config.enable_chunked_prefill:
             self._decode_and_prefill(current)
         else:
             self._prefill_or_decode(current)
-        work = current.work(self.cache)
+        work = current.work(self.cache.moves)
         if not work.is_empty:
-            self._in_flight.append(_InFlight(work, current))
+            self._in_flight.append(InFlight(work, current))
             self._count_moves(work)
         elif self.requests and not self._in_flight:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished, but none can go on.")
@@ -429,35 +281,7 @@ class Scheduler:
 
     # Admission
 
-    def _token_limit(self, request: Request) -> int:
-        """How many tokens the request may sample, as asked and as fits; RequestRefused if it can never fit."""
-        prompt, context = len(request.prompt_ids), self.config.max_context
-        if prompt >= context:
-            raise RequestRefused(
-                f"The prompt has {prompt} tokens, but the context holds {context} including at least one new token;"
-                " shorten the prompt."
-            )
-        if not self.config.enable_chunked_prefill and prompt > self.config.max_batched_tokens:
-            raise RequestRefused(
-                f"The prompt has {prompt} tokens, but without chunked prefill a round computes at most"
-                f" {self.config.max_batched_tokens}; shorten the prompt, raise max_batched_tokens or enable chunked"
-                " prefill."
-            )
-        asked = request.params.max_tokens
-        positions = self.pool.usable_pages * self.pool.page_size
-        if self.cache.least_pages(context) <= self.pool.usable_pages:
-            positions = context  # however long it gets, a window of it fits
-        limit = min(context - prompt, positions + 1 - prompt if asked is None else asked)
-        needed = prompt + max(limit, 1) - 1
-        if needed > positions:
-            raise RequestRefused(
-                f"The request needs {needed} cache positions ({prompt} prompt tokens and up to {max(limit, 1)} new"
-                f" ones), but the whole cache has {positions}; lower max_tokens, shorten the prompt or enlarge the"
-                " cache."
-            )
-        return limit
-
-    def _admit(self, current: _Round) -> None:
+    def _admit(self, current: Round) -> None:
         # A static wave is fixed when it starts, even if its prefill then takes several rounds.
         static = self.config.mode == "static"
         while self.waiting and self._free_slots and (current.can_prefill or static):
@@ -492,7 +316,7 @@ class Scheduler:
         headroom = 0 if self.config.reserve_full else len(self.running)
         return self.pool.free_pages - self.reserved_pages - headroom
 
-    def _enter_slot(self, sequence: Sequence, prefix: Prefix, current: _Round) -> None:
+    def _enter_slot(self, sequence: Sequence, prefix: Prefix, current: Round) -> None:
         slot = heapq.heappop(self._free_slots)
         self._slots[slot] = sequence
         sequence.slot = slot
@@ -512,7 +336,7 @@ class Scheduler:
 
     # Work of a round
 
-    def _decode_and_prefill(self, current: _Round) -> None:
+    def _decode_and_prefill(self, current: Round) -> None:
         admitting = self.config.mode == "continuous" or not self.running
         # Decodes come first in the budget, but pages go by rank: whoever loses its pages has no work yet in this round.
         current.tokens_left -= sum(map(_may_decode, self.running))
@@ -520,7 +344,7 @@ class Scheduler:
         if admitting:
             self._admit(current)
 
-    def _prefill_or_decode(self, current: _Round) -> None:
+    def _prefill_or_decode(self, current: Round) -> None:
         admitting = self.config.mode == "continuous" or not self.running
         self._work_through(current, decodes=False, prefills=True)
         if admitting:
@@ -528,7 +352,7 @@ class Scheduler:
         if not current.prefills:
             self._work_through(current, decodes=True, prefills=False)
 
-    def _work_through(self, current: _Round, *, decodes: bool, prefills: bool) -> None:
+    def _work_through(self, current: Round, *, decodes: bool, prefills: bool) -> None:
         index = 0
         while index < len(self.running):  # it loses sequences at its end while pages are short
             sequence = self.running[index]
@@ -538,14 +362,14 @@ class Scheduler:
                 self._prefill(sequence, current)
             index += 1
 
-    def _decode(self, sequence: Sequence, current: _Round) -> None:
+    def _decode(self, sequence: Sequence, current: Round) -> None:
         end = sequence.num_cached + 1
         if self._take_pages(sequence, end) == end:
             slot = self._show_pages(sequence, current)
             current.decodes.append(slot)
             self._advance(sequence, slot, end, True, current)
 
-    def _prefill(self, sequence: Sequence, current: _Round) -> None:
+    def _prefill(self, sequence: Sequence, current: Round) -> None:
         """Compute as many of the known tokens as the round has room for."""
         if not current.can_prefill:
             return
@@ -569,9 +393,9 @@ class Scheduler:
         if sequence.scheduled_at is None:
             sequence.scheduled_at = self._clock()
 
-    def _advance(self, sequence: Sequence, slot: int, end: int, sampled: bool, current: _Round) -> None:
+    def _advance(self, sequence: Sequence, slot: int, end: int, sampled: bool, current: Round) -> None:
         """Count the positions before `end` as computed and the token sampled after them, if any, as on its way."""
-        current.parts[slot] = _Part(sequence, end, sequence.num_preemptions)
+        current.parts[slot] = Part(sequence, end, sequence.num_preemptions)
         sequence.num_cached = end
         if sampled:
             sequence.decoding = True
@@ -595,7 +419,7 @@ class Scheduler:
             self._preempt()
         return self.cache.take_pages(sequence, positions)
 
-    def _show_pages(self, sequence: Sequence, current: _Round) -> int:
+    def _show_pages(self, sequence: Sequence, current: Round) -> int:
         """Enter the pages the device does not know yet into its table; returns the sequence's slot."""
         slot = sequence.slot
         if slot is None:
@@ -622,14 +446,14 @@ class Scheduler:
 
     # After the round
 
-    def _land(self, work: StepWork) -> dict[int, _Part]:
+    def _land(self, work: StepWork) -> dict[int, Part]:
         if work.is_empty:
             return {}
         if not self._in_flight or work is not self._in_flight[0].work:
             raise RuntimeError("Only the oldest round in flight can be committed.")
         return self._in_flight.popleft().round.parts
 
-    def _record(self, part: _Part, slot: int, sampled: bool, result: StepResult, now: float) -> SampledToken | None:
+    def _record(self, part: Part, slot: int, sampled: bool, result: StepResult, now: float) -> SampledToken | None:
         """Take the token sampled at the end of the part, if any, and offer the pages that it filled to others."""
         sequence = part.sequence
         sequence.num_pending -= sampled

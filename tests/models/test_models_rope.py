@@ -11,6 +11,8 @@ import pytest
 
 from jaxinfer.models import ModelError, RopeConfig, family_of
 from jaxinfer.models.rope import inverse_frequencies, rotate, rotation
+from jaxinfer.runtime.limits import RunnerLimits
+from jaxinfer.runtime.runner import Runner
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "rope.json").read_text())
 SIZES = {
@@ -52,15 +54,26 @@ def test_the_longest_sequence_chooses_the_factors():
     np.testing.assert_allclose(plain / long, rope.long_factors, rtol=1e-6)
 
 
-def test_a_runner_takes_the_factors_of_its_context(golden_models, build_runner):
-    limits = {"max_slots": 1, "page_size": 8, "num_pages": 20, "max_batched_tokens": 8, "max_prefill_rows": 1}
-    config = golden_models["phi3-short"].config
-    for context in (128, 136):
-        rope = build_runner("phi3-short", max_context=context, **limits).config.ropes[0]
-        factors = rope.long_factors if context > 128 else rope.short_factors
-        plain = inverse_frequencies(RopeConfig(rope.theta, rope.rotary_dim))
-        np.testing.assert_allclose(plain / inverse_frequencies(rope), factors, rtol=1e-6)
-    assert config.ropes[0].longest == config.max_positions == 256
+@pytest.mark.parametrize("context", [128, 136])
+def test_a_runner_compiles_with_the_factors_of_its_context(golden_models, monkeypatch, context):
+    seen = []
+    monkeypatch.setattr("jaxinfer.runtime.programs.compile_programs", lambda config, *_: seen.append(config))
+    model = golden_models["phi3-short"]  # an original context of 128 positions
+    limits = RunnerLimits(
+        max_slots=1,
+        page_size=8,
+        num_pages=20,
+        max_context=context,
+        max_batched_tokens=8,
+        max_prefill_rows=1,
+        vocab_size=model.config.vocab_size,
+    )
+    Runner(model.config, model.params, limits)
+    rope = seen[0].ropes[0]
+    plain = inverse_frequencies(RopeConfig(rope.theta, rope.rotary_dim))
+    factors = rope.long_factors if context > 128 else rope.short_factors
+    np.testing.assert_allclose(plain / inverse_frequencies(rope), factors, rtol=1e-6)
+    assert model.config.ropes[0].longest == model.config.max_positions == 256
 
 
 def test_dynamic_scaling_is_for_sequences_beyond_the_stated_context():

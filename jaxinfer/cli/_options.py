@@ -101,6 +101,14 @@ ENGINE_FLAGS = (
         (_AUTO, "float32", "bfloat16"),
     ),
     Flag(
+        "weight_dtype",
+        "type of the weights (default: auto, as the checkpoint has them, and quantized GGUF weights stay so); float is "
+        "--dtype for all, int8 and int4 round them",
+        str,
+        None,
+        (_AUTO, "float", "int8", "int4"),
+    ),
+    Flag(
         "kv_dtype",
         "type of the KV cache (default: auto, that of --dtype)",
         str,

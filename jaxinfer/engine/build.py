@@ -22,6 +22,7 @@ from jaxinfer.runtime.compilation_cache import enable_compilation_cache
 from jaxinfer.runtime.limits import RunnerLimits
 from jaxinfer.runtime.loading import check_tokenizer, decoder_config, load_params
 from jaxinfer.runtime.programs import Progress
+from jaxinfer.runtime.quantizing import WEIGHT_DTYPES
 from jaxinfer.runtime.runner import Runner
 from jaxinfer.runtime.steps import Params
 from pallas_kernels.dispatch import AUTO, LOWERINGS
@@ -31,6 +32,7 @@ CPU_CACHE_GIB = 1.0
 """Pool size on a CPU, where the memory is shared with everything else."""
 _CHOICES = {
     "dtype": ("auto", *COMPUTE_DTYPES),
+    "weight_dtype": WEIGHT_DTYPES,
     "kv_dtype": KV_DTYPES,
     "attention": (AUTO, *LOWERINGS),
     "mode": ("continuous", "static"),
@@ -53,6 +55,8 @@ class EngineOptions:
     max_batched_tokens: prompt tokens of one round.
     max_prefill_rows: prompts computed at once.
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
+    weight_dtype: "auto" as the checkpoint has them: quantized GGUF weights stay so, others are in dtype; "float" all in
+        dtype; "int8" or "int4": rounded when they are loaded (see `jaxinfer.models.linear.quantized_weights`).
     kv_dtype: of the KV pages: "float32", "bfloat16", "int8", "float8_e4m3fn" or "auto" (dtype).
     attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.
     mode: "continuous" batching, or "static" waves, to compare with.
@@ -74,6 +78,7 @@ class EngineOptions:
     max_batched_tokens: int = 512
     max_prefill_rows: int = 8
     dtype: str = "auto"
+    weight_dtype: str = "auto"
     kv_dtype: str = "auto"
     attention: str = "auto"
     mode: Literal["continuous", "static"] = "continuous"
@@ -184,7 +189,13 @@ def load_model(model: str, options: EngineOptions, on_progress: Progress | None 
     """The part of `build_engine` before the runner: parameters on the device, and the tokenizer."""
     enable_compilation_cache()
     with open_checkpoint(model, progress=on_progress) as checkpoint:
-        config = decoder_config(checkpoint, dtype=options.dtype, kv_dtype=options.kv_dtype, attention=options.attention)
+        config = decoder_config(
+            checkpoint,
+            dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
+            weight_dtype=options.weight_dtype,
+            attention=options.attention,
+        )
         limits_for(config, options)  # refuses contradictions before the long part
         tokenizer = checkpoint.tokenizer()
         check_tokenizer(tokenizer.vocab_size, config)

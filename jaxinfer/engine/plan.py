@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ import jax
 
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.runtime.chips import USABLE_MEMORY, Target
-from jaxinfer.runtime.cost import StepCost, active_parameters, decode_cost, prefill_cost
+from jaxinfer.runtime.cost import StepCost, active_parameters, decode_cost, prefill_cost, tree_bytes
 from jaxinfer.runtime.parallel import MODEL_AXIS, check_divisible, param_specs
+from pallas_kernels.quantized_matmul import is_quantized_weight, stored_bytes
 
 GIB = 1024**3
 SMALLEST_CONTEXT = 512
@@ -164,21 +164,21 @@ def _modules(params: Any) -> tuple[ModulePlan, ...]:
     """Parameters by module, equal modules of all layers together, in the order of the model."""
     sums: dict[str, list[int]] = {}
     counted: set[tuple[str, ...]] = set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized_weight):
         keys = [key.key for key in path]
         parent = keys[:-1] if len(keys) > 1 else keys
         name = "/".join(re.sub(r"layers_\d+", "layers", key) for key in parent)
         entry = sums.setdefault(name, [0, 0, 0])
         entry[0] += tuple(parent) not in counted
         counted.add(tuple(parent))
-        entry[1] += math.prod(leaf.shape)
-        entry[2] += math.prod(leaf.shape) * leaf.dtype.itemsize
+        entry[1] += leaf.size
+        entry[2] += tree_bytes(leaf)
     return tuple(ModulePlan(name, *figures) for name, figures in sums.items())
 
 
 def _bytes_per_device(params: Any, devices: int) -> int:
     def of_leaf(leaf: Any, spec: Any) -> int:
-        return math.prod(leaf.shape) * leaf.dtype.itemsize // (devices if MODEL_AXIS in spec else 1)
+        return stored_bytes(leaf) // (devices if MODEL_AXIS in spec else 1)
 
     return sum(jax.tree.leaves(jax.tree.map(of_leaf, params, param_specs(params))))
 

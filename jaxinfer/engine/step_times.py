@@ -284,13 +284,17 @@ def random_params(config: DecoderConfig, seed: int = 0) -> Params:
     """Random parameters of `Decoder(config)`, made on the device one by one: no more than the model itself is held."""
 
     def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if jnp.issubdtype(dtype, jnp.integer):  # of a quantized weight
+            return jax.random.randint(key, shape, -7, 8, jnp.int8).astype(dtype)
         return (0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
 
     make = jax.jit(normal, static_argnums=(1, 2))
     shapes, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config))
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))
     leaves = [
-        jnp.ones(leaf.shape, leaf.dtype) if path[-1].key == "scale" else make(key, leaf.shape, leaf.dtype)
+        jnp.ones(leaf.shape, leaf.dtype)
+        if path[-1] == jax.tree_util.DictKey("scale")
+        else make(key, leaf.shape, leaf.dtype)
         for key, (path, leaf) in zip(keys, shapes, strict=True)
     ]
     return jax.tree.unflatten(tree, leaves)

@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.mesh import MODEL_AXIS, model_parallelism
 from pallas_kernels.dispatch import current_platform
-from pallas_kernels.quantized_matmul import QuantizedWeight, WeightFormat, quantize, quantized_matmul, table_rows
+from pallas_kernels.quantized_matmul import (
+    QuantizedWeight,
+    WeightFormat,
+    is_quantized_weight,
+    quantize,
+    quantized_matmul,
+    table_rows,
+)
 
 CPU_SPLITS = 4
 """Parts of the sum of a matrix-vector product on a CPU; 4 measured best among 1 to 16 on 2 cores."""
@@ -39,15 +46,21 @@ def precision(config: DecoderConfig) -> jax.lax.Precision | None:
 # --- which weights are quantized -------------------------------------------------------------------------------------
 
 
-def quantized_weights(weight_dtype: str, scale_dtype: str) -> tuple[tuple[str, WeightFormat], ...]:
+def quantized_weights(weight_dtype: str) -> tuple[tuple[str, WeightFormat], ...]:
     """`DecoderConfig.weights` for "int8" or "int4".
 
-    int8: one scale for each output. int4: one for each group of 32 inputs. Token tables are int8 either way, one scale
-    for each token; norms, biases, routers and experts stay as they are.
+    int8: one scale for each output. int4: scale and offset for each group of 32 inputs. Token tables are int8 either
+    way, one scale for each token; norms, biases, routers, experts and latents' projections stay as they are.
     """
-    formats = {"int8": WeightFormat(8), "int4": WeightFormat(4, group=32, scale_dtype=scale_dtype)}
+    formats = {"int8": WeightFormat(8), "int4": WeightFormat(4, group=32, offsets=True, scale_dtype="bfloat16")}
     kernels = ((f"*/{name}/kernel", formats[weight_dtype]) for name in (*OUTPUTS_CUT, *INPUTS_CUT))
     return (*kernels, *((table, WeightFormat(8)) for table in TABLES))
+
+
+def is_quantizable(path: str) -> bool:
+    """Whether the decoder can take the parameter of that path quantized."""
+    *parents, last = path.split("/")
+    return path in TABLES or (last == "kernel" and parents[-1:] != [] and parents[-1] in (*OUTPUTS_CUT, *INPUTS_CUT))
 
 
 def format_of(config: DecoderConfig, path: str) -> WeightFormat | None:
@@ -128,8 +141,8 @@ def weight_specs(weight: QuantizedWeight, name: str) -> QuantizedWeight:
     values = PartitionSpec(outputs, inputs) if weight.axis else PartitionSpec(inputs, outputs)
     # One scale of all inputs serves every part of them.
     factors = PartitionSpec(inputs if weight.groups > 1 else None, outputs)
-    minimums = None if weight.minimums is None else factors
-    return QuantizedWeight(values, factors, minimums, weight.axis)  # pyright: ignore[reportArgumentType]  # specs
+    offsets = None if weight.offsets is None else factors
+    return QuantizedWeight(values, factors, offsets, weight.axis)  # pyright: ignore[reportArgumentType]  # specs
 
 
 def _cut(multiply: Callable[..., jax.Array], name: str) -> Callable[..., jax.Array]:
@@ -156,10 +169,10 @@ def _cut(multiply: Callable[..., jax.Array], name: str) -> Callable[..., jax.Arr
 
 def check_groups(params: Any, devices: int) -> None:
     """Raise ValueError when groups of inputs would be torn apart on so many devices."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized_weight)
     for path, weight in leaves:
         names = [key.key for key in path]
-        if not isinstance(weight, QuantizedWeight) or set(names[-2:]).isdisjoint(INPUTS_CUT):
+        if not is_quantized_weight(weight) or set(names[-2:]).isdisjoint(INPUTS_CUT):
             continue
         if weight.groups > 1 and weight.groups % devices:
             raise ValueError(

@@ -7,8 +7,9 @@ by name or a copy of another, every parameter is made; anything else is one erro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,10 @@ class ModelError(ValueError):
 
 
 Shapes = tuple[tuple[int, ...], ...]
+Join = Callable[[list[np.ndarray]], np.ndarray]
+"""The tensors of a rule -> its parameter. It moves numbers, and computes none."""
+Keep = Callable[[str, tuple[str, ...], Join], Any]
+"""(a parameter's path, its tensors' names in the checkpoint, how they are joined) -> the parameter, or None."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def assemble_params(
     on_progress: Callable[[int, int], None] | None = None,
     *,
     prefixes: tuple[tuple[str, str], ...] = (),
+    keep: Keep = lambda path, names, join: None,
 ) -> dict[str, Any]:
     """Parameters of `Decoder(config)`.
 
@@ -67,53 +73,65 @@ def assemble_params(
         names begin in some checkpoints, how they begin in the rules), of which the first that fits is taken.
     shapes: every tensor of the checkpoint. read: one tensor, by name. place: host array -> device array.
     on_progress: called with (parameters done, parameters in all).
+    keep: makes a parameter by itself, in whatever form, or returns None: then it is read, joined and placed in
+        config.dtype.
     Raises ModelError listing all missing, unexpected and misshapen tensors, or naming a copy that differs.
     """
-    if prefixes:
-        shapes, read = _renamed(prefixes, shapes, read)
+    original = _originals(prefixes, shapes)
+    shapes = {name: shapes[there] for name, there in original.items()}
     wanted = list(_expand(config, rules, shapes))
     used = {name for _, names, _ in wanted for name in names}
     unused_copies = [pair for pair in copies if pair[0] in shapes and pair[0] not in used]
     _check(config, wanted, (*ignored, *(re.escape(name) for name, _ in unused_copies)), shapes)
-    for name, original in unused_copies:
-        _check_copy(name, original, shapes, read)
+    for name, source in unused_copies:
+        _check_copy(name, source, shapes, lambda name: read(original[name]))
     params: dict[str, Any] = {}
     for index, (path, names, rule) in enumerate(wanted):
-        joined = rule.join(config, [read(name) for name in names])
-        _insert(params, path, place(joined.astype(_numpy_dtype(rule.dtype or config.dtype), copy=False)))
+        there = tuple(original[name] for name in names)
+        leaf = keep(path, there, partial(rule.join, config))
+        if leaf is None:
+            joined = rule.join(config, [read(name) for name in there])
+            leaf = place(joined.astype(_numpy_dtype(rule.dtype or config.dtype), copy=False))
+        _insert(params, path, leaf)
         if on_progress is not None:
             on_progress(index + 1, len(wanted))
     return params
 
 
-def _renamed(
-    prefixes: tuple[tuple[str, str], ...],
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
-    """The same tensors by the names that the rules know."""
+def sources(
+    config: DecoderConfig, rules: tuple[Rule, ...], prefixes: tuple[tuple[str, str], ...], names: Iterable[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each parameter's path and its tensors' names in a checkpoint that has `names`; none of those that lack one."""
+    original = _originals(prefixes, names)
+    for path, wanted, _ in _expand(config, rules, original):
+        if all(name in original for name in wanted):
+            yield path, tuple(original[name] for name in wanted)
+
+
+def _originals(prefixes: tuple[tuple[str, str], ...], names: Iterable[str]) -> dict[str, str]:
+    """The checkpoint's names of its tensors, by the names that the rules know."""
     originals: dict[str, str] = {}
-    for name in shapes:
+    for name in names:
         begin, known = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
         renamed = known + name[len(begin) :]
         if renamed in originals:
             raise ModelError(f"The checkpoint's tensors {originals[renamed]} and {name} are the same one twice.")
         originals[renamed] = name
-    return {name: shapes[original] for name, original in originals.items()}, lambda name: read(originals[name])
+    return originals
 
 
 _Wanted = tuple[str, tuple[str, ...], Rule]
 """One parameter: its path, its tensors' names, its rule."""
 
 
-def _expand(config: DecoderConfig, rules: tuple[Rule, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Wanted]:
+def _expand(config: DecoderConfig, rules: tuple[Rule, ...], there: Container[str]) -> Iterator[_Wanted]:
     for rule in rules:
         if not rule.when(config):
             continue
         layers: Iterable[int] = range(config.num_layers) if "{layer}" in rule.parameter else (0,)
         for layer in layers if rule.layers is None else rule.layers(config):
-            there = (each for each in _alternatives(rule) if _names(config, each, layer)[0] in shapes)
-            chosen = next(there, rule)
+            possible = (each for each in _alternatives(rule) if _names(config, each, layer)[0] in there)
+            chosen = next(possible, rule)
             yield rule.parameter.format(layer=layer), _names(config, chosen, layer), chosen
 
 

@@ -25,6 +25,7 @@ from jaxinfer.runtime.programs import integers, prefill_updates, updates_of
 from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, init_state
 from jaxinfer.runtime.steps import attention_spec, decode_step, prefill_step
 from pallas_kernels.dispatch import choose_for
+from pallas_kernels.quantized_matmul import stored_bytes
 
 
 class CompilerMissing(ValueError):
@@ -265,8 +266,5 @@ class _Build:
 def _bytes_per_device(tree: Any) -> int:
     total = 0
     for leaf in jax.tree.leaves(tree):
-        count = 1
-        for size in leaf.sharding.shard_shape(leaf.shape):
-            count *= size
-        total += count * leaf.dtype.itemsize
+        total += stored_bytes(jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype))
     return total

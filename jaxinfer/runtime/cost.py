@@ -10,6 +10,7 @@ import jax
 
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.models.layer_config import MoEConfig
+from pallas_kernels.quantized_matmul import is_quantized_weight, stored_bytes
 
 _PRODUCTS = ("kernel", "gate_up", "down", "key_up", "value_up")
 """Names of the parameters that activations are multiplied with."""
@@ -61,21 +62,27 @@ def prefill_cost(config: DecoderConfig, tokens: int, start: int = 0) -> StepCost
 @functools.cache
 def _leaves(config: DecoderConfig) -> tuple[tuple[tuple[Any, ...], Any], ...]:
     """(path, shape and type) of every parameter; kept, since large models take seconds to trace."""
-    return tuple(jax.tree_util.tree_leaves_with_path(abstract_params(config)))
+    params = abstract_params(config)
+    return tuple(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized_weight))
 
 
 def parameter_bytes(config: DecoderConfig) -> int:
     """Bytes of all parameters."""
-    return sum(_bytes(leaf) for _, leaf in _leaves(config))
+    return sum(tree_bytes(leaf) for _, leaf in _leaves(config))
+
+
+def tree_bytes(params: Any) -> int:
+    """Bytes of a tree of parameters."""
+    return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(params))
 
 
 def weight_bytes_read(config: DecoderConfig, tokens: int = 1) -> int:
     """Bytes of the parameters that a step over so many positions reads: all but tables of which it reads rows, and but
     experts that no position uses."""
     unused = 0.0 if config.moe is None else 1 - experts_used(config.moe, tokens) / config.moe.num_experts
-    experts = sum(_bytes(leaf) for path, leaf in _leaves(config) if _of_experts(path))
+    experts = sum(tree_bytes(leaf) for path, leaf in _leaves(config) if _of_experts(path))
     tables = ("position_embedding",) if config.tied_head else ("position_embedding", "embedding")
-    rows = sum(_bytes(leaf) for path, leaf in _leaves(config) if path[0].key in tables)
+    rows = sum(tree_bytes(leaf) for path, leaf in _leaves(config) if path[0].key in tables)
     return parameter_bytes(config) - rows - int(experts * unused)
 
 
@@ -109,10 +116,6 @@ def _used(config: DecoderConfig, path: tuple[Any, ...], leaf: Any) -> int:
     if config.moe is None or not _of_experts(path):
         return leaf.size
     return leaf.size * config.moe.experts_per_token // config.moe.num_experts
-
-
-def _bytes(leaf: Any) -> int:
-    return leaf.size * leaf.dtype.itemsize
 
 
 def _of_experts(path: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-_BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+_BYTES |= {"s4": 0.5, "u4": 0.5, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<op>[a-z][\w\-]*)\((?P<rest>.*)$")
 _MOVES_NOTHING = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id"}
@@ -117,7 +117,7 @@ def _size(shape: re.Match[str]) -> int:
     count = 1
     for dimension in _dimensions(shape.group(2)):
         count *= dimension
-    return count * _BYTES.get(shape.group(1), 4)
+    return int(count * _BYTES.get(shape.group(1), 4))
 
 
 def _dimensions(text: str) -> Iterator[int]:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 
 from checkpoints import Checkpoint
 from jaxinfer.models import DecoderConfig, ModelError, assemble_params, family_of
 from jaxinfer.runtime.programs import Progress
+from jaxinfer.runtime.quantizing import FLOAT, keep_quantized, weight_formats
 from jaxinfer.runtime.steps import Params
 
 
 def decoder_config(
-    checkpoint: Checkpoint, *, dtype: str = "auto", kv_dtype: str = "auto", attention: str = "auto"
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    weight_dtype: str = FLOAT,
+    attention: str = "auto",
 ) -> DecoderConfig:
     """The decoder that a checkpoint describes.
 
     dtype: "float32", "bfloat16" or "auto": float32 on CPU, elsewhere bfloat16. kv_dtype, attention: see DecoderConfig.
+    weight_dtype: one of WEIGHT_DTYPES.
     Raises ModelError when the checkpoint describes no model that this engine runs.
     """
-    config = family_of(checkpoint.config).decoder(checkpoint.config)
+    family = family_of(checkpoint.config)
+    config = family.decoder(checkpoint.config)
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return config.replace(dtype=dtype, kv_dtype=kv_dtype, attention=attention)
+    config = config.replace(dtype=dtype, kv_dtype=kv_dtype, attention=attention)
+    return config.replace(weights=weight_formats(checkpoint, family, config, weight_dtype))
 
 
 def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Progress | None = None) -> Params:
@@ -51,6 +62,7 @@ def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Prog
         place,
         report,
         prefixes=family.prefixes,
+        keep=partial(keep_quantized, checkpoint, config),
     )
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxinfer.models import DecoderConfig
+from jaxinfer.models import DecoderConfig, abstract_params
+from jaxinfer.models.linear import check_groups, weight_specs
 from jaxinfer.models.mesh import MODEL_AXIS, model_parallelism
 from jaxinfer.runtime.state import EngineState
 from pallas_kernels import KVPages
+from pallas_kernels.quantized_matmul import QuantizedWeight, is_quantized_weight
 
 _HEADS = PartitionSpec(None, MODEL_AXIS, None)
 _PAGES = KVPages(
@@ -62,6 +64,8 @@ def check_divisible(config: DecoderConfig, devices: int) -> None:
     for name, size in sizes.items():
         if size % devices:
             raise ValueError(f"The model's {size} {name} cannot be cut evenly over {devices} devices.")
+    if config.weights:
+        check_groups(abstract_params(config), devices)
 
 
 def _heads_to_cut(config: DecoderConfig) -> int:
@@ -71,11 +75,13 @@ def _heads_to_cut(config: DecoderConfig) -> int:
 def param_specs(params: Any) -> Any:
     """The PartitionSpec of every parameter: a tree like `params`."""
 
-    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | QuantizedWeight:
         names = tuple(key.key for key in path)
+        if is_quantized_weight(leaf):
+            return weight_specs(leaf, names[-2] if names[-1] == "kernel" else names[-1])
         return next((found for end, found in _PARAMETERS.items() if names[-len(end) :] == end), PartitionSpec())
 
-    return jax.tree_util.tree_map_with_path(spec, params)
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_quantized_weight)
 
 
 def state_specs(state: EngineState) -> Any:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic_tpu import LANES, VMEM_LIMIT, product
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight, stored_bytes
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight, offset_product, stored_bytes
 
 BLOCK_WEIGHTS = 1 << 20
 """Weights of a block; two of 1 MiB (int8) in flight cover a copy's latency, see `mosaic_tpu.BLOCK_BYTES`."""
@@ -40,8 +40,8 @@ def unsupported(x: Any, weight: QuantizedWeight) -> str | None:
         return f"x has {x.shape[0]} rows, but the kernel serves products of at most {MOST_ROWS}, bound by the weight."
     if jnp.dtype(x.dtype).name not in ("bfloat16", "float32"):
         return f"The kernel multiplies bfloat16 and float32, but x is {jnp.dtype(x.dtype).name}."
-    if weight.axis == 1 and (weight.groups > 1 or weight.minimums is not None):
-        return "The kernel reads a table with one scale for each row, but this one has several, or minimums."
+    if weight.axis == 1 and weight.groups > 1:
+        return f"The kernel reads a table with one scale for each row, but this one has {weight.groups}."
     if weight.outputs % LANES or weight.inputs % LANES:
         return f"The kernel needs multiples of {LANES} inputs and outputs, not {weight.inputs} and {weight.outputs}."
     if weight.group % SMALLEST_GROUP:
@@ -55,18 +55,23 @@ def unsupported(x: Any, weight: QuantizedWeight) -> str | None:
 
 def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, out_dtype: jax.typing.DTypeLike) -> jax.Array:
     """`pallas_kernels.quantized_matmul.quantized_matmul` as a Mosaic TPU kernel."""
+    if weight.offsets is None:
+        return _scaled_product(x, weight, out_dtype)
+    return (_scaled_product(x, weight, jnp.float32) + offset_product(x, weight)).astype(out_dtype)
+
+
+def _scaled_product(x: jax.Array, weight: QuantizedWeight, out_dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[T, outputs], offsets left out."""
     plan = _plan(weight)
     assert plan is not None, "unsupported() refuses what has no plan"
     rows, outputs = x.shape[0], weight.outputs
-    factors = [weight.scales] if weight.minimums is None else [weight.scales, weight.minimums]
-    # A weight for all inputs takes its scale at the end; the others' are applied to the weights, block by block.
-    grouped = weight.groups > 1 or weight.minimums is not None
-    factor_block = (plan.inputs // weight.group if weight.groups > 1 else 1, plan.outputs)
+    # A scale of all inputs waits for the sum; those of groups are applied to the weights, block by block.
+    grouped = weight.groups > 1
+    scales_block = (plan.inputs // weight.group if grouped else 1, plan.outputs)
     values_block = (plan.inputs, plan.outputs) if weight.axis == 0 else (plan.outputs, plan.inputs)
     swap = weight.axis == 1
 
-    def body(x_ref: Any, values: Any, *refs: Any) -> None:
-        *factor_refs, out, sums = refs
+    def body(x_ref: Any, values: Any, scales: Any, out: Any, sums: Any) -> None:
         block = pl.program_id(1)
 
         @pl.when(block == 0)
@@ -77,18 +82,18 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, out_dtype: jax.ty
             step = pl.ds(start, plan.step)
             exact = values[:, step] if swap else values[step, :]
             if grouped:
-                groups = _groups_of(start, plan.step, weight)
-                exact = _scaled(exact, [factor[groups, :] for factor in factor_refs], x.dtype)
+                exact = _scaled(exact, scales[pl.ds(start // weight.group, plan.step // weight.group), :], x.dtype)
             inputs = x_ref[:, pl.ds(pl.multiple_of(block * plan.inputs + start, LANES), plan.step)]
             sums[...] += product(inputs, exact.astype(x.dtype), weight.axis)
 
         @pl.when(block == pl.num_programs(1) - 1)
         def _() -> None:
-            total = sums[...] if grouped else sums[...] * factor_refs[0][...].astype(jnp.float32)
+            total = sums[...] if grouped else sums[...] * scales[...].astype(jnp.float32)
             out[...] = total.astype(out.dtype)
 
-    at_block = (lambda j, k: (k, j)) if weight.groups > 1 else (lambda j, k: (0, j))
-    moved = sum(stored_bytes(array) for array in (x, weight.values, *factors))
+    moved = sum(stored_bytes(array) for array in (x, weight.values, weight.scales))
+    # XLA would bring small scales into vector memory beforehand, and they would be read twice.
+    stored = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in (weight.values, weight.scales)]
     moved += rows * outputs * jnp.dtype(out_dtype).itemsize
     return pl.pallas_call(
         body,
@@ -96,7 +101,7 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, out_dtype: jax.ty
         in_specs=[
             pl.BlockSpec(x.shape, lambda j, k: (0, 0)),
             pl.BlockSpec(values_block, (lambda j, k: (j, k)) if swap else (lambda j, k: (k, j))),
-            *(pl.BlockSpec(factor_block, at_block) for _ in factors),
+            pl.BlockSpec(scales_block, (lambda j, k: (k, j)) if grouped else (lambda j, k: (0, j))),
         ],
         out_specs=pl.BlockSpec((rows, plan.outputs), lambda j, k: (0, j)),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), out_dtype),
@@ -107,7 +112,7 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, out_dtype: jax.ty
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * weight.inputs * outputs, bytes_accessed=moved, transcendentals=0
         ),
-    )(x, weight.values, *factors)
+    )(x, *stored)
 
 
 @dataclass(frozen=True)
@@ -140,20 +145,10 @@ def _largest_multiple(number: int, unit: int, most: int) -> int | None:
     return max(found, default=None)
 
 
-def _groups_of(start: int, inputs: int, weight: QuantizedWeight) -> Any:
-    """Which groups of a block hold the inputs start .. start + inputs."""
-    if weight.groups == 1:
-        return pl.ds(0, 1)
-    return pl.ds(start // weight.group, inputs // weight.group)
-
-
-def _scaled(values: jax.Array, factors: list[jax.Array], dtype: Any) -> jax.Array:
-    """Integers [inputs, outputs] as weights, by scales [groups, outputs] and perhaps minimums."""
-    groups, outputs = factors[0].shape
+def _scaled(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Integers [inputs, outputs] times scales [groups, outputs]."""
+    groups, outputs = scales.shape
     # An integer times a bfloat16 scale, rounded to bfloat16 once, is the same in either arithmetic; this one is faster.
-    narrow = dtype == jnp.bfloat16 and factors[0].dtype == jnp.bfloat16 and len(factors) == 1
+    narrow = dtype == jnp.bfloat16 and scales.dtype == jnp.bfloat16
     exact = values.astype(jnp.bfloat16 if narrow else jnp.float32).reshape(groups, -1, outputs)
-    exact = exact * factors[0].astype(exact.dtype)[:, None]
-    if len(factors) > 1:
-        exact = exact + factors[1].astype(exact.dtype)[:, None]
-    return exact.reshape(-1, outputs)
+    return (exact * scales.astype(exact.dtype)[:, None]).reshape(-1, outputs)

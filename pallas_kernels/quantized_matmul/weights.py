@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ class WeightFormat:
     """How a weight is quantized.
 
     bits: 8 (int8) or 4 (int4, two to a byte). group: inputs that share a scale; None for all of them.
-    minimums: whether each group also has a number that is added to its weights.
-    scale_dtype: of scales and minimums.
+    offsets: whether each group also has the weight that integer 0 stands for, so that its range need not lie around 0.
+    scale_dtype: of scales and offsets.
     """
 
     bits: int
     group: int | None = None
-    minimums: bool = False
+    offsets: bool = False
     scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -41,17 +41,17 @@ class WeightFormat:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight of a matrix product, a pytree: weight ~= values * scale of its group (+ minimum of its group).
+    """A weight of a matrix product, a pytree: weight ~= values * scale of its group (+ offset of its group).
 
     values: int8 or int4 [inputs, outputs]; [outputs, inputs] where `axis` is 1, as in a table of token embeddings.
     scales: a float type [groups, outputs] for either axis; groups divide the inputs evenly, in order.
-    minimums: the same type and shape, or None.
+    offsets: the same type and shape, or None.
     axis: of the inputs, over which products sum: 0 or 1.
     """
 
     values: jax.Array
     scales: jax.Array
-    minimums: jax.Array | None = None
+    offsets: jax.Array | None = None
     axis: int = field(default=0, metadata={"static": True})
 
     @property
@@ -75,45 +75,68 @@ class QuantizedWeight:
         return self.inputs // self.groups
 
     @property
+    def size(self) -> int:
+        """Number of weights."""
+        return self.inputs * self.outputs
+
+    @property
     def bits(self) -> int:
         """Bits of a value."""
         return jnp.iinfo(self.values.dtype).bits
 
 
 def quantize(array: Any, weight_format: WeightFormat, axis: int = 0) -> QuantizedWeight:
-    """The nearest weight of this format, symmetric: each group's largest magnitude becomes the largest integer.
+    """The nearest weight of this format: the integers reach from each group's smallest weight to its largest.
 
+    Without offsets they reach as far on either side of 0 as the largest magnitude.
     array: numpy or jax, [inputs, outputs] ([outputs, inputs] for axis 1), any float type; the result is of the same
-        library. A group of zeros has scale 0.
+        library. A group of equal weights has scale 0.
     """
     library: Any = jnp if isinstance(array, jax.Array) else np
     bits, group = weight_format.bits, weight_format.group_of(array.shape[axis])
-    largest = 2 ** (bits - 1) - 1
+    largest, stored = 2 ** (bits - 1) - 1, jnp.dtype(weight_format.scale_dtype)
     exact = _grouped(array.astype(np.float32), group, axis)
-    magnitude = library.abs(exact).max(axis + 1)
-    # The integers are chosen for the scale as it is stored.
-    scales = (magnitude / largest).astype(jnp.dtype(weight_format.scale_dtype))
-    divisor = library.where(scales == 0, 1, scales).astype(np.float32)
-    rounded = library.rint(exact / library.expand_dims(divisor, axis + 1))
+    # The integers are chosen for scales and offsets as they are stored.
+    if weight_format.offsets:
+        low, high = exact.min(axis + 1, keepdims=True), exact.max(axis + 1, keepdims=True)
+        scales = ((high - low) / (2 * largest + 1)).astype(stored)
+        offsets = (low + (largest + 1) * scales.astype(np.float32)).astype(stored)
+        exact = exact - offsets.astype(np.float32)
+    else:
+        scales, offsets = (library.abs(exact).max(axis + 1, keepdims=True) / largest).astype(stored), None
+    rounded = library.rint(exact / library.where(scales == 0, 1, scales).astype(np.float32))
     values = library.clip(rounded, -largest - 1, largest).reshape(array.shape).astype(integer_type(bits))
-    scales = scales if axis == 0 else scales.T
-    minimums = library.zeros_like(scales) if weight_format.minimums else None
-    return QuantizedWeight(values, scales, minimums, axis)
+    factors = [None if factor is None else factor.squeeze(axis + 1) for factor in (scales, offsets)]
+    if axis == 1:
+        factors = [None if factor is None else factor.T for factor in factors]
+    return QuantizedWeight(values, *factors, axis=axis)  # pyright: ignore[reportArgumentType]  # scales are there
 
 
 def dequantized(weight: QuantizedWeight) -> jax.Array:
     """The weights in float32, in the shape of `values`; one expression, for the compiler to fuse into what reads it."""
     exact = _grouped(weight.values.astype(jnp.float32), weight.group, weight.axis)
     exact = exact * _spread(weight.scales, weight.axis)
-    if weight.minimums is not None:
-        exact = exact + _spread(weight.minimums, weight.axis)
+    if weight.offsets is not None:
+        exact = exact + _spread(weight.offsets, weight.axis)
     return exact.reshape(weight.values.shape)
+
+
+def offset_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """f32[T, outputs]: what the offsets add to x [T, inputs] times the weight; a group's inputs share theirs."""
+    assert weight.offsets is not None, "only weights with offsets have this part"
+    sums = x.astype(jnp.float32).reshape(x.shape[0], weight.groups, -1).sum(-1)
+    return jnp.matmul(sums, weight.offsets.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def table_rows(table: QuantizedWeight, ids: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rows ids i32[T] of a table (axis 1) as `dtype` [T, inputs]: token embeddings."""
-    minimums = None if table.minimums is None else table.minimums[:, ids]
-    return dequantized(QuantizedWeight(table.values[ids], table.scales[:, ids], minimums, 1)).astype(dtype)
+    offsets = None if table.offsets is None else table.offsets[:, ids]
+    return dequantized(QuantizedWeight(table.values[ids], table.scales[:, ids], offsets, 1)).astype(dtype)
+
+
+def is_quantized_weight(leaf: Any) -> TypeGuard[QuantizedWeight]:
+    """Whether a part of a tree is a quantized weight, to be taken as one leaf."""
+    return isinstance(leaf, QuantizedWeight)
 
 
 def integer_type(bits: int) -> Any:

@@ -25,7 +25,7 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, out_dtype: jax.ty
     if current_platform() == "cpu":
         by_block = _by_blocks_of_inputs if weight.axis == 0 else _by_blocks_of_outputs
         return by_block(x, weight).astype(out_dtype)
-    if weight.groups == 1 and weight.minimums is None:
+    if weight.groups == 1 and weight.offsets is None:
         # The integers are exact in the operands' type, and a scale of all inputs can wait for the sum.
         scales = weight.scales.reshape(1, -1).astype(jnp.float32)
         return (_product(x, weight.values.astype(x.dtype), weight.axis) * scales).astype(out_dtype)
@@ -90,9 +90,9 @@ def _parts(weight: QuantizedWeight) -> list[_Part]:
 
 def _part(weight: QuantizedWeight, stored: jax.Array, nibble: int | None) -> _Part:
     """stored: int8[rows, columns]. nibble: which half of each byte counts, 0 for the low one; None for the whole."""
-    scales, minimums = weight.scales, weight.minimums
+    scales, offsets = weight.scales, weight.offsets
     if nibble is not None and weight.axis == 0:
-        scales, minimums = scales[:, nibble::2], None if minimums is None else minimums[:, nibble::2]
+        scales, offsets = scales[:, nibble::2], None if offsets is None else offsets[:, nibble::2]
 
     def rows(first: jax.Array, count: int) -> jax.Array:
         block = lax.dynamic_slice_in_dim(stored, first, count)
@@ -103,8 +103,8 @@ def _part(weight: QuantizedWeight, stored: jax.Array, nibble: int | None) -> _Pa
         else:
             start, size, along = first, count, 1
         few = lax.dynamic_slice_in_dim(scales, start, size, along)
-        offsets = None if minimums is None else lax.dynamic_slice_in_dim(minimums, start, size, along)
-        return dequantized(QuantizedWeight(block, few, offsets, weight.axis))
+        added = None if offsets is None else lax.dynamic_slice_in_dim(offsets, start, size, along)
+        return dequantized(QuantizedWeight(block, few, added, weight.axis))
 
     return rows
 

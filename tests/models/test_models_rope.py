@@ -57,7 +57,12 @@ def test_the_longest_sequence_chooses_the_factors():
 @pytest.mark.parametrize("context", [128, 136])
 def test_a_runner_compiles_with_the_factors_of_its_context(golden_models, monkeypatch, context):
     seen = []
-    monkeypatch.setattr("jaxinfer.runtime.programs.compile_programs", lambda config, *_: seen.append(config))
+
+    def compile_programs(config, *_):
+        seen.append(config)
+        raise InterruptedError("The config is all that is wanted.")
+
+    monkeypatch.setattr("jaxinfer.runtime.programs.compile_programs", compile_programs)
     model = golden_models["phi3-short"]  # an original context of 128 positions
     limits = RunnerLimits(
         max_slots=1,
@@ -68,7 +73,8 @@ def test_a_runner_compiles_with_the_factors_of_its_context(golden_models, monkey
         max_prefill_rows=1,
         vocab_size=model.config.vocab_size,
     )
-    Runner(model.config, model.params, limits)
+    with pytest.raises(InterruptedError):
+        Runner(model.config, model.params, limits)
     rope = seen[0].ropes[0]
     plain = inverse_frequencies(RopeConfig(rope.theta, rope.rotary_dim))
     factors = rope.long_factors if context > 128 else rope.short_factors

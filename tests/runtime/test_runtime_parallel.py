@@ -9,21 +9,24 @@ import sys
 import pytest
 
 from jaxinfer.models import DecoderConfig, RopeConfig
+from jaxinfer.models.layer_config import MLAConfig, MoEConfig
 from jaxinfer.runtime.parallel import check_divisible
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding
 from jaxinfer.models import DecoderConfig, RopeConfig, init_params
+from jaxinfer.models.layer_config import MLAConfig, MoEConfig
 from jaxinfer.runtime.parallel import MODEL_AXIS, param_specs, state_specs
 from jaxinfer.runtime.state import DecodeBatch, PrefillBatch, TableUpdates, init_state
 from jaxinfer.runtime.steps import decode_step, prefill_step
 
-config = DecoderConfig(
+base = dict(
     vocab_size=96, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, intermediate_size=64,
     max_positions=64, norm_eps=1e-5, ropes=(RopeConfig(1e4, 8),) * 2, windows=(None, 5), qkv_bias=True,
-    tied_head={tied}, kv_dtype="{kv_dtype}", **{architecture},
+    tied_head={tied}, kv_dtype="{kv_dtype}",
 )
+config = DecoderConfig(**(base | {architecture}))
 def spread(x):
     return x * 8 + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape)  # biases begin as zeros
 params = jax.tree.map(spread, init_params(config, jax.random.key(0)))
@@ -73,6 +76,20 @@ LAYER_NORMS = {
 }
 
 
+CLAMPED_EXPERTS = {
+    "attention_sinks": True,
+    "moe": MoEConfig(8, 3, 16, (False, True), "topk_softmax", router_bias=True, expert_bias=True, swiglu_limit=7.0),
+}
+LATENT = {
+    "num_kv_heads": 1,
+    "head_dim": 24,
+    "attention_scale": 0.2,
+    "ropes": (RopeConfig(1e4, 8, interleaved=True),) * 2,
+    "mla": MLAConfig(latent_dim=16, rope_dim=8, plain_dim=8, value_dim=12, query_rank=20),
+    "moe": MoEConfig(8, 2, 16, (True, True), "sigmoid", choice_bias=True, shared_intermediate_size=16),
+}
+
+
 # With int8 pages a difference in the last bit may round a key or value to its neighbour.
 @pytest.mark.parametrize(
     ("tied", "kv_dtype", "part", "architecture"),
@@ -81,6 +98,8 @@ LAYER_NORMS = {
         (False, "int8", 0.05, {}),
         (True, "auto", 2e-5, NORMS_AFTER),
         (True, "auto", 2e-5, LAYER_NORMS),
+        (True, "auto", 2e-5, CLAMPED_EXPERTS),
+        (False, "auto", 2e-5, LATENT),
     ],
 )
 def test_four_devices_answer_as_one(tied: bool, kv_dtype: str, part: float, architecture: dict[str, object]):
@@ -108,3 +127,22 @@ def test_heads_that_cannot_be_cut_evenly_are_refused():
     )
     with pytest.raises(ValueError, match="3 key/value heads cannot be cut evenly over 2 devices"):
         check_divisible(config, 2)
+
+
+def test_experts_that_cannot_be_cut_evenly_are_refused():
+    config = DecoderConfig(
+        vocab_size=96,
+        hidden_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        intermediate_size=64,
+        max_positions=64,
+        norm_eps=1e-5,
+        ropes=(RopeConfig(1e4, 8),),
+        windows=(None,),
+        moe=MoEConfig(4, 2, 18, (True,)),
+    )
+    with pytest.raises(ValueError, match="18 inner features of an expert cannot be cut evenly over 4 devices"):
+        check_divisible(config, 4)

@@ -11,6 +11,7 @@ import numpy as np
 from checkpoints._errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 26
+_LONGEST_NAME, _LONGEST_PATH = 255, 1000
 
 
 def child(directory: Path, name: str) -> Path:
@@ -24,6 +25,9 @@ def child(directory: Path, name: str) -> Path:
         raise CheckpointError(
             f"{directory}: the file name {name[:80]!r} leaves the directory and is refused; get the checkpoint again."
         )
+    longest = max(len(part.encode(errors="replace")) for part in parts)
+    if longest > _LONGEST_NAME or len(name) > _LONGEST_PATH or not name.isprintable():
+        raise CheckpointError(f"{directory}: {name[:80]!r} is no name of a file; get the checkpoint again.")
     path = directory / name
     root = directory.resolve()
     allowed = [root]

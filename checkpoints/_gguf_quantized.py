@@ -85,7 +85,8 @@ def integers_with_scales(rows: np.ndarray, kind: GGMLQuantizationType) -> Quanti
         for at, neutral in form.neutral.items():
             blocks[:, at : at + neutral.size] = neutral
         values[start : start + step] = gguf.quants.dequantize(blocks, kind).reshape(-1, inputs)
-    scales, minimums = form.scales(rows.reshape(-1, block_bytes))
+    with np.errstate(all="ignore"):  # a scale that is no number is the file's
+        scales, minimums = form.scales(rows.reshape(-1, block_bytes))
     groups = (outputs, inputs // form.group_size)
     minimums = None if minimums is None else minimums.reshape(groups)
     return QuantizedTensor(values, scales.reshape(groups), minimums, form.bits, form.group_size)

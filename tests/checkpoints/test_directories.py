@@ -82,6 +82,23 @@ def test_shard_paths_cannot_leave_the_directory(tmp_path, shard):
         open_checkpoint(directory)
 
 
+@pytest.mark.parametrize("shard", ["x" * 300, "a/" * 3000 + "b", "\ud800", "\x1b[2J"])
+def test_shards_whose_names_are_none(tmp_path, shard):
+    directory = write_hf(tmp_path / "m", shards=2)
+    write_index(directory, dict.fromkeys(hf_tensors(), shard))
+    with pytest.raises(CheckpointError, match="is no name of a file") as caught:
+        open_checkpoint(directory)
+    assert str(caught.value).isprintable()
+
+
+def test_what_a_file_says_is_one_line_of_bounded_length():
+    text = str(CheckpointError(f"m.gguf: it says \x1b[2J{'x' * 5000}\n\tand more; get another file."))
+    assert text.isprintable()
+    assert len(text) < 800
+    assert text.startswith("m.gguf: it says")
+    assert text.endswith("and more; get another file.")
+
+
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", "model.safetensors.index.json"])
 def test_links_cannot_leave_the_directory(tmp_path, name):
     directory = write_hf(tmp_path / "m", shards=2)

@@ -142,9 +142,9 @@ def set_tiny_vocab(model: object) -> None:
     size = model.hparams["vocab_size"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"t{i}" for i in range(size)])
+    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(3, size))])
     writer.add_token_types([1] * size)
-    writer.add_token_merges(["t 1"])
+    writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 

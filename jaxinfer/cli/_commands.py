@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from jaxinfer.cli import _bench, _compile, _convert, _generate, _info, _plan, _s
 from jaxinfer.cli._errors import BAD_USE, UserMistake
 from jaxinfer.cli._parser import Parser
 from jaxinfer.cli._quiet import quiet_libraries
+from jaxinfer.cli._streams import NO_ROOM, discard_output, open_standard_streams
 
 _PIPE_CLOSED = 141  # what a shell reports for a program that a closed pipe ended
 _DESCRIPTION = "Run language models with JAX on TPU, GPU and CPU."
@@ -29,6 +29,7 @@ _EPILOG = """examples:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code; KeyboardInterrupt is the caller's."""
     quiet_libraries()
+    open_standard_streams()
     try:
         try:
             return _run(arguments)
@@ -38,8 +39,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxinfer: {mistake}", file=sys.stderr)
         return BAD_USE
     except BrokenPipeError:
-        _discard_stdout()
+        discard_output()
         return _PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        discard_output()
+        print(f"jaxinfer: The output cannot be written: {error.strerror}.", file=sys.stderr)
+        return BAD_USE
+    except MemoryError:
+        print("jaxinfer: There is not enough memory for what was asked.", file=sys.stderr)
+        return BAD_USE
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -58,8 +68,3 @@ def _parser() -> Parser:
     for command in (_generate, _bench, _plan, _simulate, _compile, _info, _convert):
         command.add_parser(commands)
     return parser
-
-
-def _discard_stdout() -> None:
-    """Give the interpreter nowhere to fail when it flushes standard output at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

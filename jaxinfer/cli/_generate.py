@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.cli._errors import INTERRUPTED, UserMistake, user_mistakes
 from jaxinfer.cli._options import add_engine_options, add_model, add_sampling_options
 from jaxinfer.cli._recording import Recording, add_file_options
+from jaxinfer.cli._streams import writes_unicode
 
 if TYPE_CHECKING:
     from checkpoints import Tokenizer
@@ -163,7 +164,7 @@ def _print_whole(job: Job, prompts: Sequence[str], as_json: bool, interrupted: A
     for number, output in serve(job.engine, job.prompts, job.params, OutputKind.FINAL_ONLY, interrupted):
         for index, ready in shown.add(number, output):
             if as_json:
-                print(json.dumps(_as_json(prompts[index], ready), ensure_ascii=False), flush=True)
+                print(json.dumps(_as_json(prompts[index], ready), ensure_ascii=not writes_unicode()), flush=True)
             else:
                 _print_text(prompts[index] if len(prompts) > 1 else None, ready, first=index == 0)
             finished.add(ready)

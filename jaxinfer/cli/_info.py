@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Gather and print."""
     facts = gather()
     if options.json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print(json.dumps(facts))
     else:
         _print(facts)
     return 0

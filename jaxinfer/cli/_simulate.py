@@ -39,6 +39,8 @@ times that `jaxinfer bench steps --json` measured, with --target at the least ti
 tick for each round. --example shows three requests tick by tick under every combination of static waves or continuous
 batching, whole or chunked prefill, with or without a prefix cache."""
 _PREFILL_ROWS = 8
+_MOST_PAGES = 10_000_000
+"""Their records take about 1 GB."""
 _TICK_COLUMNS = ("tick", "A", "B", "C", "tokens", "pages held", "cached")
 
 
@@ -96,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
     if options.example:
         return _example(options)
     read_slo(options)  # a mistake here must not wait for the simulation
+    if options.vocab_size > 2**31:
+        raise UserMistake(f"--vocab-size is {options.vocab_size}, but token ids are below 2^31.")
     check_outputs(options)
     workload = read_workload(options, options.vocab_size)
     config, step_seconds, source = _setting(options)
@@ -173,6 +177,13 @@ def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> Sc
     pages = 1 + ROOM_FOR_CACHE * options.max_slots * -(-options.max_context // options.page_size)
     if most_pages is not None:
         pages = min(pages, most_pages)
+    pages = min(pages, _MOST_PAGES)
+    for name, value, most in (
+        ("--num-pages", options.num_pages, _MOST_PAGES),
+        ("--max-slots", options.max_slots, 2**16),
+    ):
+        if value is not None and value > most:
+            raise UserMistake(f"{name} is {value}, but a simulation keeps at most {most}.")
     with user_mistakes():
         return SchedulerConfig(
             max_slots=options.max_slots,

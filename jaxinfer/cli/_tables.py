@@ -19,4 +19,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
     console = Console(highlight=False)
     # Figures must not be cut where standard output is a file or a narrow terminal.
     needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    Console(width=max(console.width, needed), highlight=False).print(table, markup=False)
+    wide = Console(width=max(console.width, needed), highlight=False)
+    with wide.capture() as captured:  # rich would end the program by itself when a pipe is closed
+        wide.print(table, markup=False)
+    print(captured.get(), end="")

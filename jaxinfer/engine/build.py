@@ -159,7 +159,17 @@ def build_engine(
             "give several as jaxinfer.core.observer.Observers(a, b)."
         )
     loaded = load_model(model, options, on_progress)
-    runner = Runner(loaded.config, loaded.params, limits_for(loaded.config, options), on_progress)
+    limits = limits_for(loaded.config, options)
+    try:
+        runner = Runner(loaded.config, loaded.params, limits, on_progress)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        pool = limits.num_pages * limits.page_size * loaded.config.kv_bytes_per_token / GIB
+        raise ValueError(
+            f"The device has no memory left for a KV cache of {pool:.1f} GiB and its programs; make it smaller "
+            "(kv_cache_gib)."
+        ) from error
     return engine_on(runner, loaded.tokenizer, options, observer, model)
 
 

@@ -87,6 +87,8 @@ def _ask() -> str | None:
             return None
         except KeyboardInterrupt:
             print(f"\n{_HELP}")
+        except UnicodeDecodeError:
+            print("jaxinfer: That was no UTF-8 text; type it again.", file=sys.stderr)
 
 
 def _respond(conversation: Conversation, question: str) -> None:

@@ -30,6 +30,8 @@ from pallas_kernels.dispatch import AUTO, LOWERINGS
 GIB = 1024**3
 CPU_CACHE_GIB = 1.0
 """Pool size on a CPU, where the memory is shared with everything else."""
+MOST_SLOTS = 2**16
+"""Every slot has counts of the whole vocabulary on the device."""
 _CHOICES = {
     "dtype": ("auto", *COMPUTE_DTYPES),
     "weight_dtype": WEIGHT_DTYPES,
@@ -91,6 +93,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_batched_tokens", "max_prefill_rows"):
             _check_positive_int(name, getattr(self, name))
+        if self.max_slots > MOST_SLOTS:
+            raise ValueError(f"max_slots must be at most {MOST_SLOTS}, not {self.max_slots}.")
         for name in ("max_context", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive_int(name, getattr(self, name))
@@ -294,9 +298,12 @@ def _machine_memory() -> float:
 
 
 def _pool_bytes(options: EngineOptions) -> float:
-    if options.kv_cache_gib is not None:
-        return min(options.kv_cache_gib * GIB, _total_memory())
-    return default_kv_bytes()
+    if options.kv_cache_gib is None:
+        return default_kv_bytes()
+    memory = _total_memory() / GIB
+    if options.kv_cache_gib > memory:
+        raise ValueError(f"kv_cache_gib is {options.kv_cache_gib:g}, but there are {memory:.1f} GiB of memory.")
+    return options.kv_cache_gib * GIB
 
 
 def default_kv_bytes() -> float:

@@ -23,7 +23,7 @@ def chat(engine_builds, tiny_model, monkeypatch, capsys, standard_input):
         asked.append(engine.tokenizer.decode(prompt))
         return real_add(engine, request_id, prompt, *arguments, **settings)
 
-    def run(*lines: str | type[BaseException], options: tuple[str, ...] = ()):
+    def run(*lines: str | BaseException | type[BaseException], options: tuple[str, ...] = ()):
         standard_input(b"", terminal=True)
         typed = iter(lines)
 
@@ -108,3 +108,10 @@ def test_a_chat_is_traced(chat, tmp_path):
     assert code == 0
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert sum(event["name"].startswith("first token") for event in events) == 2
+
+
+def test_what_is_typed_in_another_encoding(chat):
+    code, _, err, asked = chat(UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "unexpected end of data"), "Hi")
+    assert code == 0
+    assert "jaxinfer: That was no UTF-8 text; type it again." in err
+    assert len(asked) == 1

@@ -99,6 +99,8 @@ class PrometheusMetrics:
             case SequenceFinished():
                 self._success.labels(self._model_name, event.reason).inc()
                 self._ended[event.sequence] = event
+                if self._ended.keys() >= self._sequences.keys():
+                    self._show_idle()  # no round may follow
             case RoundFinished():
                 self._round(event)
 
@@ -120,6 +122,12 @@ class PrometheusMetrics:
             if state is not None:
                 self._finish(state, end.num_output_tokens)
         self._ended.clear()
+        if not self._sequences:
+            self._show_idle()
+
+    def _show_idle(self) -> None:
+        for gauge in (self._running, self._waiting, self._usage):
+            gauge.set(0)
 
     def _finish(self, state: _Unfinished, tokens: int) -> None:
         began, first, last = state.began, state.first_token, state.last_token

@@ -23,6 +23,7 @@ def test_metrics_by_hand():
         finished("b", 4.0, 1, "stop"),
         round_of(3.0, 4.0, {0: "a", 1: "b"}, prefills=[prefill(0, 3, 7), prefill(1, 2)], entered=[1], active=4),
         SequencePreempted(4.5, SequenceId("a", 0), 0),
+        queued("c", 8.5, 2),
         finished("a", 9.0, 2),
         round_of(8.0, 9.0, {0: "a"}, decodes=[0], active=5, cached=1, waiting=1),
     ):
@@ -49,6 +50,13 @@ def test_metrics_by_hand():
     assert (value(f"{per_token}_count"), value(f"{per_token}_sum")) == (1, 5)
     assert (value("request_prompt_tokens_sum"), value("request_generation_tokens_sum")) == (12, 3)
     assert (value("iteration_tokens_total_count"), value("iteration_tokens_total_sum")) == (3, 3 + 5 + 1)
+
+    metrics(finished("c", 9.5, 0, "abort"))  # it waited, and no round follows
+    assert (value("num_requests_running"), value("num_requests_waiting"), value("kv_cache_usage_perc")) == (0, 0, 0)
+    metrics(queued("d", 10.0, 1))
+    metrics(finished("d", 12.0, 1))
+    metrics(round_of(11.0, 12.0, {0: "d"}, prefills=[prefill(0, 1)], entered=[0]))
+    assert (value("num_requests_running"), value("kv_cache_usage_perc")) == (0, 0)
 
 
 def test_page_moves_are_counted():

@@ -94,7 +94,6 @@ LATENT = {
 @pytest.mark.parametrize(
     ("tied", "kv_dtype", "part", "architecture"),
     [
-        (True, "auto", 2e-5, {}),
         (False, "int8", 0.05, {}),
         (True, "auto", 2e-5, NORMS_AFTER),
         (True, "auto", 2e-5, LAYER_NORMS),

@@ -7,23 +7,15 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, processors
 
 from checkpoints._errors import CheckpointError
+from checkpoints._pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
 from checkpoints._sentencepiece_bpe import sentencepiece_bpe
 from checkpoints._tokenizer import Tokenizer
 from checkpoints._tokenizers_backend import TokenizersBackend
 
 _CONTROL, _USER_DEFINED = 3, 4
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# tokenizer.ggml.pre, by the split it names.
-_GPT2 = frozenset({"default", "gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "roberta-bpe", "mpt", "olmo"})
-_DIGITS_THEN_GPT2 = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
-_LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3"})
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], eos_ids: Iterable[int], source: str) -> Tokenizer:
@@ -84,7 +76,9 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     declared = metadata.get("tokenizer.ggml.add_bos_token")
     if isinstance(declared, bool):
         return declared
-    return metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
+    pre = metadata.get("tokenizer.ggml.pre")
+    known = PRE_TOKENIZERS.get(pre) if isinstance(pre, str) else None
+    return metadata["tokenizer.ggml.model"] == "llama" or (known is not None and known.adds_bos)
 
 
 def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
@@ -105,30 +99,21 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str], source: str)
     if not isinstance(merges, list):
         raise CheckpointError(f"{source}: the tokenizer has no merges; convert the file again.")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = _pre_tokenizer(metadata, source)
     built = tokenizers.Tokenizer(
-        models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=pre in _LLAMA3)
+        models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=pre.ignore_merges)
     )
-    built.pre_tokenizer = _pre_tokenizer(pre, source)
-    if pre in _QWEN2:
-        built.normalizer = normalizers.NFC()
+    built.pre_tokenizer = pre.build()
+    if (normalizer := pre.normalizer()) is not None:
+        built.normalizer = normalizer
     built.decoder = decoders.ByteLevel()
     return built
 
 
-def _pre_tokenizer(pre: object, source: str) -> pre_tokenizers.PreTokenizer:
-    if pre in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _DIGITS_THEN_GPT2:
-        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    if pre in _QWEN2 or pre in _LLAMA3:
-        words = Regex(_WORDS % ("" if pre in _QWEN2 else "{1,3}"))
-        split = pre_tokenizers.Split(words, behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise CheckpointError(
-        f"{source}: the pre-tokenizer {pre!r} is not supported; use the safetensors checkpoint with its tokenizer.json."
-    )
+def _pre_tokenizer(metadata: Mapping[str, Any], source: str) -> PreTokenizer:
+    # GPT-2's own files are older than the key.
+    usual = "gpt-2" if metadata.get("general.architecture") == "gpt2" else None
+    return pre_tokenizer(metadata.get("tokenizer.ggml.pre", usual), source)
 
 
 def _scored_bpe(metadata: Mapping[str, Any], tokens: list[str], source: str) -> tokenizers.Tokenizer:

@@ -93,7 +93,7 @@ class StepWork:
         prefills: rows to compute, at most one per slot.
         decodes: slots that feed the token sampled last (kept on the device) at the next position and sample one more.
         page_outs: pages to be kept in host memory as they are before the round.
-        page_copies: pages copied inside the pool after that, one after the other or all at once.
+        page_copies: pages copied inside the pool after that, in this order.
         page_ins: pages that come back from host memory after that.
     """
 

@@ -25,9 +25,20 @@ Blocks = tuple[jax.Array, ...]
 _Move = TypeVar("_Move", bound=tuple[int, int])
 
 
-def copy_pages(kv: KV, sources: jax.Array, targets: jax.Array) -> KV:
-    """Pages targets i32[P] of every layer become copies of pages sources i32[P], as they were before; donate kv."""
-    return jax.tree.map(lambda pool: pool.at[targets].set(pool[sources]), kv)
+def copy_pages(kv: KV, sources: jax.Array, targets: jax.Array, count: jax.Array) -> KV:
+    """The first `count` of pages targets i32[P] become, one after the other, copies of pages sources i32[P]; donate kv.
+
+    A loop, since a scatter into scales would lay out all of them anew on TPU.
+    """
+
+    def copy(index: jax.Array, kv: KV) -> KV:
+        return jax.tree.map(lambda pool: _with_page(pool, pool[sources[index]], targets[index]), kv)
+
+    return jax.lax.fori_loop(0, count, copy, kv)
+
+
+def _with_page(pool: jax.Array, content: jax.Array, page: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(pool, content[None], page, 0)
 
 
 def gather_pages(kv: KV, pages: jax.Array) -> Blocks:
@@ -129,8 +140,8 @@ class PageMover:
         if host is not None:
             for some, (pages, _) in calls_of(outs):
                 host.receive(self._gather(kv, pages), [move.host_slot for move in some])
-        for _, (sources, targets) in calls_of(copies):
-            kv = self._copy(kv, sources, targets)
+        for some, (sources, targets) in calls_of(copies):
+            kv = self._copy(kv, sources, targets, np.int32(len(some)))
         if host is not None:
             for some, (_, pages) in calls_of(ins):
                 kv = self._scatter(kv, host.read([move.host_slot for move in some]), pages)

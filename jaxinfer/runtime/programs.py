@@ -184,7 +184,7 @@ def _tasks(config: DecoderConfig, limits: RunnerLimits, buckets: Buckets) -> Ite
 
 def _page_tasks(kv: Any, with_host: bool) -> Iterator[_Task]:
     pages = integers(PAGES_PER_CALL)
-    yield ("copy_pages", None), 0, _lowering(jax.jit(copy_pages, donate_argnums=0), kv, pages, pages)
+    yield ("copy_pages", None), 0, _lowering(jax.jit(copy_pages, donate_argnums=0), kv, pages, pages, integers())
     if with_host:
         blocks = jax.eval_shape(gather_pages, kv, pages)
         yield ("gather_pages", None), 0, _lowering(jax.jit(gather_pages), kv, pages)

@@ -41,7 +41,7 @@ def pool(dtype, seed=0, num_pages=NUM_PAGES):
 def mover(kv, slots):
     pages = jnp.zeros(PAGES_PER_CALL, jnp.int32)
     blocks = gather_pages(kv, pages)
-    copy = jax.jit(copy_pages, donate_argnums=0).lower(kv, pages, pages).compile()
+    copy = jax.jit(copy_pages, donate_argnums=0).lower(kv, pages, pages, jnp.int32(0)).compile()
     gather = jax.jit(gather_pages).lower(kv, pages).compile()
     scatter = jax.jit(scatter_pages, donate_argnums=0).lower(kv, blocks, pages).compile()
     return PageMover(copy, gather, scatter, HostPages(kv, slots))
@@ -156,7 +156,7 @@ def test_moves_are_in_place_and_calls_are_padded():
     pages = jnp.zeros(PAGES_PER_CALL, jnp.int32)
     blocks = gather_pages(kv, pages)
     for program in (
-        jax.jit(copy_pages, donate_argnums=0).lower(kv, pages, pages).compile(),
+        jax.jit(copy_pages, donate_argnums=0).lower(kv, pages, pages, jnp.int32(0)).compile(),
         jax.jit(scatter_pages, donate_argnums=0).lower(kv, blocks, pages).compile(),
     ):
         memory = program.memory_analysis()

@@ -18,6 +18,8 @@ from pallas_kernels.dispatch import current_platform
 
 MOST_TILE_ROWS = 128
 """Positions that are multiplied with an expert at a time."""
+MOST_PAIRS = 16
+"""Pairs of position and expert that are written out one by one in a program."""
 
 
 class MoE(nn.Module):
@@ -162,23 +164,17 @@ def _on_every_device(config: DecoderConfig, x: jax.Array, routing: Routing, held
 
 def weighted_sum(config: DecoderConfig, x: jax.Array, routing: Routing, held: ExpertWeights) -> jax.Array:
     """f32[T, hidden]: of each position's experts, without down_bias; what it is for padding means nothing."""
-    # The TPU's compiler multiplies with gathered weights without writing them down; others would copy them.
-    few = 4 * routing.ids.size <= _moe(config).num_experts and current_platform() == "tpu"
+    # Few pairs seldom share an expert. Only the TPU's compiler multiplies with a slice without copying it first.
+    few = routing.ids.size <= min(MOST_PAIRS, _moe(config).num_experts // 4) and current_platform() == "tpu"
     rows = (row_by_row if few else expert_by_expert)(config, x, routing, held)
     rows = rows.reshape(*routing.ids.shape, -1).astype(jnp.float32)
     return jnp.einsum("tk,tkh->th", routing.weights, rows, precision=jax.lax.Precision.HIGHEST)
 
 
 def row_by_row(config: DecoderConfig, x: jax.Array, routing: Routing, held: ExpertWeights) -> jax.Array:
-    """[T * k, hidden]: every pair of position and expert by itself, with weights gathered for it."""
-    ids = routing.ids.reshape(-1)
-    mine = jax.tree.map(lambda array: array.at[ids].get(mode="promise_in_bounds"), held)
-    rows = jnp.repeat(x, routing.ids.shape[1], axis=0)
-    both = jnp.einsum("rh,rghi->rgi", rows, mine.gate_up, precision=precision(config))
-    if mine.gate_up_bias is not None:
-        both = both + mine.gate_up_bias
-    inner = _inner(config, both[:, 0], both[:, 1])
-    return jnp.einsum("ri,rih->rh", inner, mine.down, precision=precision(config))
+    """[T * k, hidden]: every pair of position and expert by itself, with no loop that keeps weights from streaming."""
+    pairs = [(token, choice) for token in range(x.shape[0]) for choice in range(routing.ids.shape[1])]
+    return jnp.concatenate([_one_expert(config, x[t : t + 1], routing.ids[t, c], held) for t, c in pairs])
 
 
 def expert_by_expert(config: DecoderConfig, x: jax.Array, routing: Routing, held: ExpertWeights) -> jax.Array:
@@ -193,12 +189,8 @@ def expert_by_expert(config: DecoderConfig, x: jax.Array, routing: Routing, held
 
     def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         expert, start = tiles.expert(index), tiles.start(index)
-        mine = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, expert, 0, keepdims=False), held)
         block = jax.lax.dynamic_slice(rows, (start, 0), (tile, rows.shape[1]))
-        both = jnp.einsum("rh,ghi->gri", block, mine.gate_up, precision=precision(config))
-        if mine.gate_up_bias is not None:
-            both = both + mine.gate_up_bias[:, None]
-        result = jnp.matmul(_inner(config, both[0], both[1]), mine.down, precision=precision(config))
+        result = _one_expert(config, block, expert, held)
         # What a short tile writes past its expert's rows is overwritten by the next tile, or is padding.
         return jax.lax.dynamic_update_slice(out, result, (start, 0))
 
@@ -246,6 +238,15 @@ def sort_by_expert(moe: MoEConfig, routing: Routing, tile: int) -> tuple[jax.Arr
     order = jnp.argsort(flat, stable=True)
     counts = jnp.sum(flat[:, None] == jnp.arange(moe.num_experts), axis=0, dtype=jnp.int32)
     return order, Tiles(tile, jnp.cumsum(-(-counts // tile)), jnp.cumsum(counts) - counts)
+
+
+def _one_expert(config: DecoderConfig, rows: jax.Array, expert: jax.Array, held: ExpertWeights) -> jax.Array:
+    """rows [R, hidden] through one expert, without down_bias -> [R, hidden]."""
+    # Two products: for one with gate and up, TPU's compiler would lay out all experts anew.
+    gate, up = (jnp.matmul(rows, held.gate_up[expert, part], precision=precision(config)) for part in (0, 1))
+    if held.gate_up_bias is not None:
+        gate, up = gate + held.gate_up_bias[expert, 0], up + held.gate_up_bias[expert, 1]
+    return jnp.matmul(_inner(config, gate, up), held.down[expert], precision=precision(config))
 
 
 def _inner(config: DecoderConfig, gate: jax.Array, up: jax.Array) -> jax.Array:

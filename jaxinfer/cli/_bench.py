@@ -70,7 +70,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     steps.add_argument("--rounds", type=positive, default=20, metavar="N", help="decode steps of each kind (20)")
     steps.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    add_engine_options(steps, only=("dtype", "attention"))
+    add_engine_options(steps, only=("dtype", "weight_dtype", "attention"))
     steps.set_defaults(run=run_steps)
     kernels = kinds.add_parser("kernels", help="attention kernel times", description=_KERNELS_ABOUT)
     kernels.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -150,8 +150,8 @@ def _step_timer(options: argparse.Namespace, engine: EngineOptions) -> tuple[Ste
             sizes = _sizes(options, decoder_config(checkpoint).max_positions)
             # A hub model is opened again by its directory, so that the hub is asked once.
             source = model if checkpoint.directory is None else str(checkpoint.directory)
-        timer = StepTimer(source, dtype=engine.dtype, attention=engine.attention, sizes=sizes, on_progress=progress)
-        return timer, sizes
+        types = {"dtype": engine.dtype, "weight_dtype": engine.weight_dtype, "attention": engine.attention}
+        return StepTimer(source, **types, sizes=sizes, on_progress=progress), sizes
 
 
 def _sizes(options: argparse.Namespace, max_positions: int) -> TimerSizes:
@@ -167,7 +167,7 @@ def _config(path: str, engine: EngineOptions) -> Any:
     from jaxinfer.engine.step_times import default_dtype
 
     dtype = default_dtype() if engine.dtype == "auto" else engine.dtype
-    source = argparse.Namespace(config=path, model=None, dtype=dtype, kv_dtype="auto")
+    source = argparse.Namespace(config=path, model=None, dtype=dtype, kv_dtype="auto", weight_dtype=engine.weight_dtype)
     return read_decoder(source).replace(attention=engine.attention)
 
 

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
-from jaxinfer.cli._options import MODEL_HELP
 from jaxinfer.cli._parser import Parser, positive, positives
-from jaxinfer.cli._plan import read_decoder
+from jaxinfer.cli._plan import add_config_source, read_decoder
 
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
@@ -31,19 +30,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser: Parser = commands.add_parser(
         "compile", help="compile for a chip that is not here: does it fit, how fast can it be", description=_ABOUT
     )
-    parser.add_argument("--model", metavar="M", help=MODEL_HELP)
-    parser.add_argument("--config", metavar="FILE", help="a config.json instead of a model")
+    add_config_source(parser)
     parser.add_argument(
         "--target", required=True, metavar="CHIP-N", help="v5e-1, v6e-4, v5p-4, v7x-1, h100, h200-2, b200, a100, ..."
     )
     parser.add_argument("--tp", type=positive, metavar="N", help="devices to cut the model over (all of the target's)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="(default: bfloat16)")
-    parser.add_argument(
-        "--kv-dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "int8", "float8_e4m3fn"),
-        help="type of the KV cache (default: that of --dtype)",
-    )
     parser.add_argument(
         "--attention",
         default="auto",

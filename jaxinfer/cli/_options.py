@@ -92,6 +92,7 @@ SAMPLING_FLAGS = (
 """Every field of SamplingParams."""
 
 _AUTO = "auto"
+WEIGHT_DTYPES = (_AUTO, "float", "int8", "int4")
 ENGINE_FLAGS = (
     Flag(
         "dtype",
@@ -106,7 +107,7 @@ ENGINE_FLAGS = (
         "--dtype for all, int8 and int4 round them",
         str,
         None,
-        (_AUTO, "float", "int8", "int4"),
+        WEIGHT_DTYPES,
     ),
     Flag(
         "kv_dtype",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
-from jaxinfer.cli._options import DEFAULT_MODEL, MODEL_HELP
+from jaxinfer.cli._options import DEFAULT_MODEL, MODEL_HELP, WEIGHT_DTYPES
 from jaxinfer.cli._parser import Parser, number, positive, positives
 from jaxinfer.cli._tables import print_table
 
@@ -60,21 +60,30 @@ def add_config_source(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
         choices=("auto", *_DTYPES, "int8", "float8_e4m3fn"),
         help="type of the KV cache (default: that of --dtype)",
     )
+    parser.add_argument(
+        "--weight-dtype",
+        default="auto",
+        choices=WEIGHT_DTYPES,
+        help="type of the weights (default: auto, that of --dtype, but quantized GGUF weights stay so)",
+    )
 
 
 def read_decoder(options: argparse.Namespace) -> DecoderConfig:
     """The decoder that --model or --config describes. ValueError, OSError or UserMistake if there is none."""
     from checkpoints import open_checkpoint
     from jaxinfer.models import family_of
+    from jaxinfer.models.linear import quantized_weights
+    from jaxinfer.runtime.loading import decoder_config
 
+    types = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
     if options.config and options.model:
         raise UserMistake("Give --model or --config, not both.")
     if options.config:
         config = _read_config(Path(options.config))
-    else:
-        with open_checkpoint(options.model or DEFAULT_MODEL) as checkpoint:
-            config = checkpoint.config
-    return family_of(config).decoder(config).replace(dtype=options.dtype, kv_dtype=options.kv_dtype)
+        weights = quantized_weights(options.weight_dtype) if options.weight_dtype in ("int8", "int4") else ()
+        return family_of(config).decoder(config).replace(**types, weights=weights)
+    with open_checkpoint(options.model or DEFAULT_MODEL) as checkpoint:
+        return decoder_config(checkpoint, **types, weight_dtype=options.weight_dtype)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -137,7 +146,8 @@ def _print(plan: Plan, config: DecoderConfig, target: Target | None) -> None:
         left=("module",),
     )
     cut = f", {plan.weight_bytes_per_device / GIB:.2f} on each of {plan.devices} devices" if plan.devices > 1 else ""
-    print(f"Weights in {config.dtype} take {plan.weight_bytes / GIB:.2f} GiB{cut}.")
+    kind = f"Weights, quantized and in {config.dtype}," if config.weights else f"Weights in {config.dtype}"
+    print(f"{kind} take {plan.weight_bytes / GIB:.2f} GiB{cut}.")
     if plan.active_parameters < plan.parameters:
         print(f"A position uses {plan.active_parameters:,} of the {plan.parameters:,} parameters.")
     per_layer = f"2 x {config.num_kv_heads} heads x {config.head_dim}" if config.mla is None else f"{config.row_dim}"

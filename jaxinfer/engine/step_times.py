@@ -120,8 +120,8 @@ class TimerSizes:
 class StepTimer:
     """A model made ready for timing; keeps no engine, only a runner.
 
-    model, dtype, attention: as in `EngineOptions`; see `from_params` and `with_random_weights` for models without a
-    checkpoint. sizes: what will be asked for.
+    model, dtype, weight_dtype, attention: as in `EngineOptions`; see `from_params` and `with_random_weights` for models
+    without a checkpoint. sizes: what will be asked for.
     Raises ValueError, one sentence, when the model cannot be used or does not fit the memory at these sizes.
     """
 
@@ -130,6 +130,7 @@ class StepTimer:
         model: str,
         *,
         dtype: str = "auto",
+        weight_dtype: str = "float",
         attention: str = "auto",
         sizes: TimerSizes | None = None,
         on_progress: Progress | None = None,
@@ -137,7 +138,9 @@ class StepTimer:
         # Checkpoint readers are not needed, and need not be installed, where the weights come from elsewhere.
         from jaxinfer.engine.build import EngineOptions, load_model
 
-        loaded = load_model(model, EngineOptions(dtype=dtype, attention=attention), on_progress)
+        loaded = load_model(
+            model, EngineOptions(dtype=dtype, weight_dtype=weight_dtype, attention=attention), on_progress
+        )
         self._prepare(loaded.config, loaded.params, sizes or TimerSizes(), on_progress)
 
     @classmethod

@@ -239,7 +239,9 @@ def test_a_long_sequence_holds_its_window_and_what_is_computed():
     scheduler.add(request(range(1000, 1100), max_tokens=100))
     while scheduler.has_unfinished:
         run_round(scheduler)
-        held += [scheduler.cache.pages_held(sequence) for sequence in scheduler.running]
+        for sequence in scheduler.running:
+            held.append(scheduler.cache.pages_held(sequence))
+            assert all(sequence.pages[max(0, sequence.num_cached - 1 - 19) // 8 :])  # what its last position saw
     assert max(held) == 5  # 20 + 16 positions
     assert max(held[10:]) == 4  # decoding: 20 positions over up to 4 pages
     assert scheduler.pool.usage.active == 0

@@ -144,7 +144,9 @@ def _print_summary(summary: Summary, unit: TimeUnit) -> None:
         "TPOT": summary.tpot,
         "e2e": summary.e2e,
     }
-    latencies |= {"round on the device": summary.device, "round on the host": summary.host}
+    latencies["round on the device"] = summary.device
+    if summary.host is not None:
+        latencies["round on the host"] = summary.host
     rows = [(name, *_figures(found, unit)) for name, found in latencies.items()]
     print_table(("", "mean", "p50", "p90", "p99", "of"), rows, left=("",))
     per = unit.per
@@ -164,12 +166,15 @@ def _print_summary(summary: Summary, unit: TimeUnit) -> None:
             f"Pages: {summary.page_copies} copied, {summary.pages_out} moved to host memory, {summary.pages_in} back; "
             f"it kept {summary.host_pages_peak} at most."
         )
-    share = "" if summary.host_of_decode is None else f"{100 * summary.host_of_decode:.1f}% of a decode step, "
-    print(
-        f"The host took {share}and kept the device waiting {100 * summary.host_exposed:.1f}% of the {summary.rounds} "
-        "rounds' time."
-    )
+    print(f"{summary.rounds} rounds{_host_sentence(summary)}.")
     print(f"Bottleneck: {summary.bottleneck.name}: {summary.bottleneck.evidence}")
+
+
+def _host_sentence(summary: Summary) -> str:
+    if summary.host is None:
+        return ""
+    share = "" if summary.host_of_decode is None else f"took {100 * summary.host_of_decode:.1f}% of a decode step and "
+    return f"; the host {share}kept the device waiting {100 * summary.host_exposed:.1f}% of their time"
 
 
 def _figures(found: Distribution | None, unit: TimeUnit) -> tuple[str, ...]:

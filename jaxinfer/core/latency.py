@@ -127,9 +127,9 @@ class Summary:
     without one. kv_mean, kv_peak: share of the pages held by sequences, averaged over the rounds' time and at most.
     hit_rate: share of the known tokens found in the cache. host_pages_peak: most pages in host memory; pages_out,
     pages_in, page_copies: pages moved there, back, and copied inside the pool. device, host: time of each round there;
-    they overlap when rounds are scheduled ahead. host_of_decode: host time of the rounds with decodes only, as a share
-    of their time on the device. host_exposed: share of the rounds' time in which only the host worked and the device
-    waited.
+    they overlap when rounds are scheduled ahead, and a simulation has no host. host_of_decode: host time of the rounds
+    with decodes only, as a share of their time on the device. host_exposed: share of the rounds' time in which only the
+    host worked and the device waited.
     """
 
     sequences: int
@@ -208,7 +208,7 @@ def summarize(timeline: Timeline, capacity: Capacity, slo: Slo | None = None) ->
         page_copies=sum(round_.page_copies for round_ in rounds),
         rounds=len(rounds),
         device=distribution(round_.device_s for round_ in rounds),
-        host=distribution(round_.host_s for round_ in rounds),
+        host=distribution(round_.host_s for round_ in rounds if round_.host_s),
         host_of_decode=_host_of_decode(rounds),
         host_exposed=_host_exposed(rounds),
         bottleneck=find_bottleneck(timeline, capacity),
@@ -264,10 +264,12 @@ def _limit_reached(round_: RoundTimeline, capacity: Capacity) -> str:
 
 def _execution_bottleneck(rounds: Sequence[RoundTimeline], device: float, queue_share: float) -> Bottleneck:
     prefill = _per(sum(round_.device_s for round_ in rounds if round_.prefill_rows), device)
+    host = ""  # a simulation has none
+    if any(round_.host_s for round_ in rounds):
+        host = f"it waited for the host {_percent(_host_exposed(rounds))} of the rounds' time; "
     evidence = (
         f"rounds with prefill took {_percent(prefill)} of the device's time, those with decodes only "
-        f"{_percent(1 - prefill)}; it waited for the host {_percent(_host_exposed(rounds))} of the rounds' time; "
-        f"waiting took {_percent(queue_share)} of the requests' time."
+        f"{_percent(1 - prefill)}; {host}waiting took {_percent(queue_share)} of the requests' time."
     )
     return Bottleneck("prefill" if prefill > 0.5 else "decode", evidence)
 

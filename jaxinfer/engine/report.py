@@ -119,11 +119,19 @@ def _figures(section: ReportSection) -> str:
         ),
         ("pages copied", str(summary.page_copies)),
         ("preemptions", str(summary.preemptions)),
-        ("host", f"{_share(summary.host_of_decode)} of a decode step"),
-        ("device waits for the host", f"{_share(summary.host_exposed)} of the rounds' time"),
+        *_host(summary),
     ]
     other = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in counts)
     return f"<div class=row><table><tr>{head}</tr>{rows}</table><table>{other}</table></div>"
+
+
+def _host(summary: Summary) -> list[tuple[str, str]]:
+    if summary.host is None:
+        return []  # a simulation has none
+    return [
+        ("host", f"{_share(summary.host_of_decode)} of a decode step"),
+        ("device waits for the host", f"{_share(summary.host_exposed)} of the rounds' time"),
+    ]
 
 
 def _share(value: float | None) -> str:

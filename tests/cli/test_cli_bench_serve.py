@@ -43,6 +43,8 @@ def test_same_work_as_a_table(tiny_model, engine_builds, capsys):
     printed = capsys.readouterr().out
     assert f"workload: {found['workload']};" in printed
     assert "3 of 3 requests complete in" in printed
+    assert "round on the host" in printed
+    assert "of a decode step and kept the device waiting" in printed
     assert "Bottleneck: " in printed
     assert main(["simulate", "--json", "--vocab-size", "160", *arguments[2:]]) == 0
     assert json.loads(capsys.readouterr().out)["workload"] == found["workload"]

@@ -295,3 +295,11 @@ def test_exposed_host_time_is_that_of_a_clock_that_looks_at_both(parts):
     exposed = float((host * (busy == 0)).sum()) * 0.005
     device = sum(r.end - r.start for r in rounds)
     assert summary.host_exposed == pytest.approx(exposed / (exposed + device), abs=0.05)
+
+
+def test_a_simulation_has_no_host():
+    rounds = [ahead(0, 0.0, prefills=[prefill(0, 4)]), ahead(1, 0.0, decodes=[0])]
+    rounds = [dataclasses.replace(r, host_start=r.start, dispatched=r.start) for r in rounds]
+    summary = summarize(recorded(queued("a", 9.0, 4), *rounds), CAPACITY)
+    assert summary.host is None
+    assert "host" not in summary.bottleneck.evidence

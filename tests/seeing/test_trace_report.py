@@ -118,6 +118,8 @@ def test_report_draws_what_happened():
     assert "complete1 of 2" in text_only
     assert "within the objective0 of 2" in text_only
     assert "preemptions1" in text_only
+    assert "round on the host500 ms" in text_only
+    assert "device waits for the host" in text_only
     assert "Bottleneck: " in text_only
 
 

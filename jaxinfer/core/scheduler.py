@@ -183,6 +183,8 @@ class Scheduler:
         if not work.is_empty:
             self._in_flight.append(InFlight(work, current))
             self._count_moves(work)
+        elif work.page_outs or work.page_copies or work.page_ins:
+            raise RuntimeError("Pages are to be moved in a round that computes nothing, and would not be.")
         elif self.requests and not self._in_flight:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished, but none can go on.")
         return work

@@ -15,7 +15,7 @@ from checkpoints._sentencepiece_bpe import sentencepiece_bpe
 from checkpoints._tokenizer import Tokenizer
 from checkpoints._tokenizers_backend import TokenizersBackend
 
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], eos_ids: Iterable[int], source: str) -> Tokenizer:
@@ -88,9 +88,9 @@ def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[AddedToken]:
     return [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
         for token, kind in zip(tokens, _kinds(metadata, tokens), strict=True)
-        if kind in (_CONTROL, _USER_DEFINED) and token
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
     ]
 
 

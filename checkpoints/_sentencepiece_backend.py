@@ -12,6 +12,7 @@ import sentencepiece
 from checkpoints._errors import CheckpointError
 
 _SPACE = "\u2581"
+_APART = "\ue000"  # of the private use area, so that it joins with nothing that follows it
 
 
 class SentencePieceBackend:
@@ -34,6 +35,8 @@ class SentencePieceBackend:
         self._split = re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
         # Only `legacy: false` keeps a text after a special token from getting a space of its own.
         self._space_after_special = settings.get("legacy") is not False
+        # Whether sentencepiece puts a space before a text; Gemma's model does not.
+        self._adds_space = model.encode("a", out_type=str)[:1] != ["a"]
         self._adds_eos = settings.get("add_eos_token") is True
 
     @property
@@ -61,9 +64,8 @@ class SentencePieceBackend:
     def _encode_plain(self, text: str, spaced: bool) -> list[int]:
         if spaced:
             return self._model.encode(text)
-        # A prefix takes the space sentencepiece adds to the start of a text, and is cut off again.
-        prefix = "\n"
-        return self._model.encode(prefix + text)[len(self._model.encode(prefix)) :]
+        # A prefix takes the space sentencepiece adds to the start of a text, and is cut off again; it is in no piece.
+        return self._model.encode(_APART + text)[len(self._model.encode(_APART)) :]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of ids; bytes are joined before they are decoded, and the leading space of a text is dropped."""
@@ -77,8 +79,8 @@ class SentencePieceBackend:
                 joined += self._bytes(token_id)
         text = joined.decode("utf-8", errors="replace")
         first = next((i for i in ids if not (skip_special_tokens and i in self.special_ids)), None)
-        drop = first is not None and first not in self._added and (self.piece(first) or "").startswith(_SPACE)
-        return text[1:] if drop else text
+        spaced = first is not None and first not in self._added and (self.piece(first) or "").startswith(_SPACE)
+        return text[1:] if spaced and self._adds_space else text
 
     def _bytes(self, token_id: int) -> bytes:
         piece = self._model.id_to_piece(token_id)

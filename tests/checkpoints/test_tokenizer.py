@@ -244,7 +244,11 @@ def test_scored_gguf_vocabulary_without_a_space_in_front(model_file):
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "same token twice"),
         ({"tokenizer.ggml.scores": None}, "one score per token"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["zzz qqq"]}, "inconsistent"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["zzz qqq"]},
+            "inconsistent",
+        ),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": []}, "does not say how its tokenizer splits"),
         ({"tokenizer.ggml.model": "gpt2"}, "no merges"),
     ],
 )

@@ -99,6 +99,8 @@ class DecoderConfig:
     activation: of the MLP, one of ACTIVATIONS; "gelu" is exact, "gelu_tanh" its usual approximation.
     gated_mlp: down(activation(gate(x)) * up(x)) instead of down(activation(up(x))).
     embedding_scale: multiplies token embeddings, rounded to dtype first.
+    embedding_size: features of token embeddings and of the head's rows, which projections without bias connect with the
+        residual stream; None for hidden_size, and no such projections.
     position_offset: learned position embeddings are added, that of position p from row p + position_offset; None for
         no such table.
     attention_scale: multiplies every score; None for head_dim ** -0.5.
@@ -138,6 +140,7 @@ class DecoderConfig:
     activation: str = "silu"
     gated_mlp: bool = True
     embedding_scale: float = 1.0
+    embedding_size: int | None = None
     position_offset: int | None = None
     attention_scale: float | None = None
     attention_sinks: bool = False
@@ -159,6 +162,8 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly.")
         self._check_layers()
+        if self.embedding_size is not None and self.embedding_size < 1:
+            raise ValueError(f"embedding_size must be a positive integer or None, not {self.embedding_size}.")
         self._check_parts()
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
             value = getattr(self, name)
@@ -191,6 +196,11 @@ class DecoderConfig:
             raise ValueError(f"Latent attention has one key/value head of {self.mla.row_dim} features.")
         if any(rope is None or rope.rotary_dim != self.mla.rope_dim for rope in self.ropes):
             raise ValueError(f"Latent attention rotates {self.mla.rope_dim} features in every layer.")
+
+    @property
+    def table_width(self) -> int:
+        """Features of a token's embedding and of its row in the head."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
     def group_size(self) -> int:

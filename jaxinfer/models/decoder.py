@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from jaxinfer.models.attention import Attend, Attention
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.layers import MLP, Norm
+from jaxinfer.models.layers import MLP, Norm, Projection
 from jaxinfer.models.linear import INIT, embedded, table_product, weight_init
 from jaxinfer.models.mla import LatentAttention
 from jaxinfer.models.moe import MoE
@@ -77,8 +77,11 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         """Declare the parameters."""
         config = self.config
-        table_shape, dtype = (config.vocab_size, config.hidden_size), jnp.dtype(config.dtype)
+        table_shape, dtype = (config.vocab_size, config.table_width), jnp.dtype(config.dtype)
         self.embedding = self.param("embedding", weight_init(config, ("embedding",)), table_shape, dtype)
+        if config.embedding_size is not None:
+            self.project_in = Projection(config.embedding_size, (config.hidden_size,), False, config)
+            self.project_out = Projection(config.hidden_size, (config.embedding_size,), False, config)
         if config.position_offset is not None:
             rows = config.max_positions + config.position_offset
             self.position_embedding = self.param("position_embedding", INIT, (rows, config.hidden_size), dtype)
@@ -110,12 +113,16 @@ class Decoder(nn.Module):
         x = embedded(self.embedding, token_ids, config)
         if config.embedding_scale != 1:
             x = x * jnp.array(config.embedding_scale, x.dtype)
+        if config.embedding_size is not None:
+            x = self.project_in(x)
         if config.position_offset is not None:
             x = x + self.position_embedding[positions + config.position_offset]
         return x
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [R, hidden] -> logits f32[R, vocab]."""
+        if self.config.embedding_size is not None:
+            hidden = self.project_out(hidden)
         logits = table_product(hidden, self.head, self.config)
         if self.config.logit_softcap is not None:
             logits = jnp.tanh(logits / self.config.logit_softcap) * self.config.logit_softcap

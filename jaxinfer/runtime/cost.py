@@ -41,7 +41,7 @@ def decode_cost(config: DecoderConfig, batch: int, context: int) -> StepCost:
     visible = sum(_visible(window, context + 1) for window in config.windows)
     kv_per_layer = config.kv_bytes_per_token // config.num_layers
     logits = batch * config.vocab_size * 4
-    embedded = batch * config.hidden_size * _item_bytes(config)
+    embedded = batch * config.table_width * _item_bytes(config)
     cached = batch * (visible * kv_per_layer + config.kv_bytes_per_token)
     moved = weight_bytes_read(config, batch) + embedded + cached + logits
     attention = batch * visible * pair_flops(config)
@@ -52,7 +52,7 @@ def prefill_cost(config: DecoderConfig, tokens: int, start: int = 0) -> StepCost
     """One prefill of `tokens` positions of one sequence that has `start` cached; logits of the last position only."""
     kv_per_layer = config.kv_bytes_per_token // config.num_layers
     pairs = sum(sum(_visible(window, start + index + 1) for index in range(tokens)) for window in config.windows)
-    embedded, logits = tokens * config.hidden_size * _item_bytes(config), config.vocab_size * 4
+    embedded, logits = tokens * config.table_width * _item_bytes(config), config.vocab_size * 4
     moved = weight_bytes_read(config, tokens) + embedded + logits
     moved += tokens * config.kv_bytes_per_token + sum(_visible(w, start) for w in config.windows) * kv_per_layer
     attention = pairs * pair_flops(config)
@@ -108,7 +108,7 @@ def pair_flops(config: DecoderConfig) -> int:
 
 def head_weights(config: DecoderConfig) -> int:
     """Parameters of the LM head."""
-    return config.vocab_size * config.hidden_size
+    return config.vocab_size * config.table_width
 
 
 def _used(config: DecoderConfig, path: tuple[Any, ...], leaf: Any) -> int:

@@ -149,6 +149,17 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3-3b": ("smollm3", {"vocab_size": 128256} | dict(zip(SIZES, (2048, 11008, 36, 16, 4), strict=True))),
     "gpt2": ("gpt2", {}),
     "opt-125m": ("opt", {"vocab_size": 50272}),
+    "opt-350m": (
+        "opt",
+        {
+            "hidden_size": 1024,
+            "ffn_dim": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+        },
+    ),
 }
 
 

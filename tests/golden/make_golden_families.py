@@ -267,10 +267,17 @@ def recipes() -> list[Recipe]:
         Recipe("opt", OPTConfig(**opt), torch.bfloat16, positions, bias=0.15, embedding=0.1),
         Recipe(
             "opt-after",
-            OPTConfig(**opt, do_layer_norm_before=False, tie_word_embeddings=False, activation_function="gelu"),
+            OPTConfig(
+                **opt,
+                do_layer_norm_before=False,
+                word_embed_proj_dim=24,
+                activation_function="gelu",
+                tie_word_embeddings=False,
+            ),
             torch.bfloat16,
             positions,
             bias=0.15,
+            embedding=0.5,
         ),
     ]
 

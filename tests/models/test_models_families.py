@@ -268,13 +268,14 @@ def test_gpt2_and_opt():
     assert decoder(GPT2, scale_attn_weights=False).attention_scale == 1.0
     config = decoder(OPT_125M)
     assert (config.intermediate_size, config.max_positions, config.position_offset) == (3072, 2048, 2)
-    assert decoder(OPT_125M, do_layer_norm_before=False).norm_placement == "after_sum"
+    config = decoder(OPT_125M, do_layer_norm_before=False, word_embed_proj_dim=512)
+    assert (config.norm_placement, config.table_width, config.hidden_size) == ("after_sum", 512, 768)
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "named"),
     [
-        (OPT_125M, {"word_embed_proj_dim": 512}, "word_embed_proj_dim to 512"),
+        (OPT_125M, {"word_embed_proj_dim": 0}, "word_embed_proj_dim 0"),
         (OPT_125M, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         (OPT_125M, {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         (OPT_125M, {"activation_function": "quick_gelu"}, "activation_function"),

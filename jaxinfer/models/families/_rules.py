@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.tensors import Rule
+from jaxinfer.models.tensors import Rule, Shapes
 
 Size = Callable[[DecoderConfig], int]
 Shape = Callable[[DecoderConfig], tuple[int, ...]]
@@ -65,9 +65,9 @@ def vector(parameter: str, tensor: str, size: Size, when: When = always) -> Rule
     return Rule(parameter, (tensor,), lambda c: ((size(c),),), same, when=when)
 
 
-def table(parameter: str, tensor: str, rows: Size, when: When = always) -> Rule:
+def table(parameter: str, tensor: str, rows: Size) -> Rule:
     """A parameter [rows, hidden] that is a tensor as it is."""
-    return Rule(parameter, (tensor,), lambda c: ((rows(c), c.hidden_size),), same, when=when)
+    return Rule(parameter, (tensor,), lambda c: ((rows(c), c.hidden_size),), same)
 
 
 def linear(parameter: str, tensor: str, shape: Shape, bias: When | None = None) -> tuple[Rule, ...]:
@@ -153,10 +153,14 @@ def ends(
     embedding: str = "model.embed_tokens", final_norm: str = "model.norm", head: str = "lm_head"
 ) -> tuple[Rule, ...]:
     """The token embedding, the norm at the end and the LM head."""
+
+    def rows(c: DecoderConfig) -> Shapes:
+        return ((c.vocab_size, c.table_width),)
+
     return (
-        table("embedding", f"{embedding}.weight", lambda c: c.vocab_size),
+        Rule("embedding", (f"{embedding}.weight",), rows, same),
         *norm("final_norm", final_norm, when=lambda c: c.norm_placement != "after_sum"),
-        table("head", f"{head}.weight", lambda c: c.vocab_size, lambda c: not c.tied_head),
+        Rule("head", (f"{head}.weight",), rows, same, when=lambda c: not c.tied_head),
     )
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families._common import Config, Family, activation, flag, positive_int
-from jaxinfer.models.families._rules import LAYER, attention, ends, mlp, norm, table
-from jaxinfer.models.tensors import ModelError
+from jaxinfer.models.families._rules import LAYER, attention, ends, mlp, norm, table, transposed
+from jaxinfer.models.tensors import ModelError, Rule
 
 _NAME = "model.decoder.layers.{layer}"
+
+
+def _projection(direction: str, shape: Callable[[DecoderConfig], tuple[int, int]]) -> tuple[Rule, ...]:
+    """Between the embeddings and a residual stream of another width."""
+    name = f"project_{direction}"
+    tensors = (f"model.decoder.{name}.weight",)
+    rule = Rule(
+        f"{name}/kernel", tensors, lambda c: (shape(c),), transposed, when=lambda c: c.embedding_size is not None
+    )
+    return (rule,)
+
+
 _RULES = (
     *ends("model.decoder.embed_tokens", "model.decoder.final_layer_norm"),
     table("position_embedding", "model.decoder.embed_positions.weight", lambda c: c.max_positions + 2),
@@ -15,6 +29,8 @@ _RULES = (
     *norm(f"{LAYER}/mlp_norm", f"{_NAME}.final_layer_norm"),
     *attention(f"{_NAME}.self_attn", out="out_proj"),
     *mlp(f"{_NAME}.fc1", f"{_NAME}.fc2"),
+    *_projection("in", lambda c: (c.hidden_size, c.table_width)),
+    *_projection("out", lambda c: (c.table_width, c.hidden_size)),
 )
 
 
@@ -24,11 +40,6 @@ def _read(config: Config) -> DecoderConfig:
     if hidden % heads:
         raise ModelError(f"The model's hidden_size {hidden} is no multiple of its num_attention_heads {heads}.")
     embedded = positive_int(config, "word_embed_proj_dim", hidden)
-    if embedded != hidden:
-        raise ModelError(
-            f"The model's config sets word_embed_proj_dim to {embedded}, which is not supported: only embeddings as "
-            f"wide as hidden_size, {hidden}, are."
-        )
     return DecoderConfig(
         vocab_size=positive_int(config, "vocab_size", 50272),
         hidden_size=hidden,
@@ -49,6 +60,7 @@ def _read(config: Config) -> DecoderConfig:
         norm_placement="before" if flag(config, "do_layer_norm_before", True) else "after_sum",
         activation=activation(config, "activation_function", "relu"),
         gated_mlp=False,
+        embedding_size=None if embedded == hidden else embedded,
         position_offset=2,
     )
 

@@ -51,7 +51,7 @@ def choose(impl: str, platform: str, why_not: Callable[[str], str | None]) -> Ch
     if impl == AUTO:
         return _choose_auto(platform, why_not)
     if impl not in LOWERINGS:
-        raise KernelUnavailable(f"There is no attention implementation {impl!r}; choose auto, {', '.join(LOWERINGS)}.")
+        raise KernelUnavailable(f"There is no implementation {impl!r}; choose auto, {', '.join(LOWERINGS)}.")
     needed = _PLATFORM_OF.get(impl)
     if needed not in (None, platform):
         raise KernelUnavailable(f"{impl} needs a {needed} device, but this program runs on {platform}; choose auto.")

@@ -48,7 +48,7 @@ def gather() -> dict[str, Any]:
         "versions": _versions(),
         "backend": jax.default_backend(),
         "devices": [_device(device) for device in jax.devices()],
-        "kernels_for": "the attention shape of Llama 3 8B in bfloat16",
+        "kernels_for": "the shapes of Llama 3 8B in bfloat16",
         "kernels": {name: {"choice": choice.name, "reason": choice.reason} for name, choice in _kernels().items()},
         "kv_cache": _kv_cache(),
         "caches": _caches(),
@@ -79,6 +79,7 @@ def _kernels() -> dict[str, Choice]:
     from pallas_kernels.dispatch import AUTO, choose_for
     from pallas_kernels.paged_decode.specs import LLAMA_3_8B as DECODE
     from pallas_kernels.paged_prefill.specs import LLAMA_3_8B as PREFILL
+    from pallas_kernels.quantized_matmul import specs as products
 
     choices = {}
     for name, case in (("paged_decode", DECODE), ("paged_prefill", PREFILL)):
@@ -89,6 +90,8 @@ def _kernels() -> dict[str, Choice]:
     choices["kv_write"] = choose_for(
         "pallas_kernels.kv_write", AUTO, written.k, written.v, written.pages, places, places
     )
+    arguments = products.abstract_arguments(products.LLAMA_3_8B[0])
+    choices["quantized_matmul"] = choose_for("pallas_kernels.quantized_matmul", AUTO, *arguments)
     return choices
 
 
@@ -140,7 +143,7 @@ def _print(facts: dict[str, Any]) -> None:
         devices[f"{device['platform']}:{device['id']}"] = device["kind"] + memory
     _section(f"Devices (backend {facts['backend']})", devices)
     kernels = {name: f"{kernel['choice']:<18} {kernel['reason']}" for name, kernel in facts["kernels"].items()}
-    _section(f"Attention kernels (for {facts['kernels_for']})", kernels)
+    _section(f"Kernels (for {facts['kernels_for']})", kernels)
     pool = facts["kv_cache"]
     size = f"up to {decimal(pool['default_bytes'])}, and {pool['most_times_the_slots']} times what the slots can use"
     _section("KV cache (unless --kv-cache-gib or --num-pages says otherwise)", {"size": size})

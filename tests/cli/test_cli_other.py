@@ -100,7 +100,7 @@ def test_info(capsys):
     assert facts["versions"]["jaxinfer"] == jaxinfer.__version__
     assert set(facts["versions"]) >= {"jax", "jaxlib", "flax", "python"}
     assert facts["devices"]
-    assert set(facts["kernels"]) == {"paged_decode", "paged_prefill", "kv_write"}
+    assert set(facts["kernels"]) == {"paged_decode", "paged_prefill", "kv_write", "quantized_matmul"}
     assert all(kernel["choice"] in LOWERINGS and kernel["reason"] for kernel in facts["kernels"].values())
     assert set(facts["named_models"]) == set(NAMED_MODELS)
     assert main(["info"]) == 0

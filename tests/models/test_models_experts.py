@@ -189,7 +189,7 @@ def test_padding_goes_nowhere(clamped):
     )
     poisoned.gate_up[used], poisoned.down[used] = held.gate_up[used], held.down[used]
     module = moe.Experts(config)
-    params = {name: value for name, value in vars(poisoned).items() if value is not None}
+    params = {name: jnp.array(value) for name, value in vars(poisoned).items() if value is not None}
     routing = Routing(jnp.array(ids), jnp.array(weights), jnp.array(real))
     out = np.asarray(module.apply({"params": params}, jnp.array(x), routing))
     expected = oracle(config, x[real], ids[real], weights[real], held)

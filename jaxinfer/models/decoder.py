@@ -135,8 +135,11 @@ def init_params(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     def no_attention(layer: int, q: jax.Array, k: Any, v: Any, pages: Any, sinks: Any) -> tuple[jax.Array, Any]:
         return q[..., : config.value_dim], pages
 
-    token = jnp.zeros((1,), jnp.int32)
-    return dict(Decoder(config).init(key, token, token, (None,) * config.num_layers, no_attention)["params"])
+    def logits_of(decoder: Decoder, *inputs: Any) -> jax.Array:
+        return decoder.logits(decoder(*inputs)[0])
+
+    token, kv = jnp.zeros((1,), jnp.int32), (None,) * config.num_layers
+    return dict(Decoder(config).init(key, token, token, kv, no_attention, method=logits_of)["params"])
 
 
 def abstract_params(config: DecoderConfig) -> dict[str, Any]:

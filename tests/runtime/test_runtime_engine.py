@@ -60,7 +60,7 @@ def test_the_cache_holds_all_but_the_last_token(model, wide):
 
 def test_positions_are_cached_one_by_one(model, narrow):
     poison(narrow)
-    engine = Engine(narrow, PlainTokenizer())
+    engine = Engine(narrow, PlainTokenizer(), async_scheduling=False)
     prompt = model.prompts[2].tolist()  # 20 tokens, in chunks of 5
     engine.add_request("0", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     lengths = []

@@ -112,16 +112,6 @@ class BlockPool:
         """The page of this name; it is not held yet."""
         return self._page_named.get(name)
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
-        """The pages of the leading names that are known; they are not held yet."""
-        found = []
-        for name in names:
-            page = self._page_named.get(name)
-            if page is None:
-                break
-            found.append(page)
-        return found
-
     def offer(self, page: int, parent: bytes, token_ids: Sequence[int]) -> None:
         """Let the first positions of a held or named page, which hold these tokens after the page named `parent` and
         must not change from now on, be found and copied. Nothing is offered that another page offers already."""

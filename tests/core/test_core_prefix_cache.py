@@ -201,8 +201,8 @@ def test_a_page_in_use_is_never_evicted():
     pool.release([idle])
     assert pool.usage == (1, 1, 1)
     assert idle in pool.allocate(2)
-    assert pool.find([b"used"]) == [used]
-    assert pool.find([b"idle"]) == []
+    assert pool.page_named(b"used") == used
+    assert pool.page_named(b"idle") is None
     with pytest.raises(RuntimeError, match="only 0 are free"):
         pool.allocate(1)
     pool.check_integrity()
@@ -213,7 +213,7 @@ def test_names_of_free_pages_and_doubled_names():
     first, second = pool.allocate(2)
     pool.register(first, b"x")
     pool.register(second, b"x")
-    assert pool.find([b"x"]) == [first]
+    assert pool.page_named(b"x") == first
     pool.release([first, second])
     assert pool.usage == (0, 1, 2)
     for action in (lambda: pool.register(second, b"y"), lambda: pool.forget([second])):

@@ -116,4 +116,5 @@ def test_priorities_come_with_the_dataset(tiny_model, engine_builds, tmp_path, c
         firsts = sorted((event["ts"], event["name"]) for event in events if event["name"].startswith("first token"))
         found[command[0]] = [name for _, name in firsts]
     assert found["simulate"] == ["first token 2", "first token 1", "first token 0"]
+    assert found["bench"][-1] == "first token 0"  # this runner has two slots
     assert engine_builds[0].options.policy == "priority"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels.ragged import token_positions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=5), st.integers(0, 4))
 def test_token_positions(rows, padding):
     """rows: (new tokens, positions before them)."""

@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -268,6 +269,8 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    # So that the sides are ended then too: a paused one would stay for ever.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     processors = hold_to_processors(options.threads)
     with safetensors_directory(options.model) as model:
         with open_checkpoint(str(model)) as checkpoint:

@@ -168,8 +168,9 @@ def render_chat(template: str, values: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split()).rstrip(".")[:500]
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()).rstrip(".")[:500]
+    return text or "it needs too much memory" if isinstance(error, MemoryError) else text or type(error).__name__
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

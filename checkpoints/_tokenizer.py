@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoints._chat_template import plain_messages, render_chat
+from checkpoints._chat_template import plain_messages
 from checkpoints._errors import CheckpointError
+from checkpoints._template_process import TemplateProcess
 
 
 class Backend(Protocol):
@@ -71,6 +72,7 @@ class Tokenizer:
         self._tool_template = tool_template
         self.special_ids = backend.special_ids
         self._special_tokens = dict(special_tokens or {})
+        self._templates = TemplateProcess()
 
     @property
     def vocab_size(self) -> int:
@@ -136,7 +138,7 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_chat(template, values)
+        return self._templates.render(template, values)
 
     def encode_chat(
         self,

@@ -2,8 +2,8 @@
 
 tokenizers/ gets three small tokenizers, trained on `varied_strings` from fixed seeds, as Hugging Face folders:
 `fast` (tokenizer.json with added tokens), `llama` and `gemma` (tokenizer.model).  `ids.json` gets for each of them,
-for `llama` with `legacy` on, and for the default model's GGUF file, what transformers makes of the 2,000 strings: the first eight digits of the
-SHA-256 of the ids as JSON, and likewise of the text they decode to.
+for `llama` with `legacy` on, and for the default model's GGUF file, what transformers makes of the 2,000 strings: the
+first eight digits of the SHA-256 of the ids as JSON, and likewise of the text they decode to.
 """
 
 from __future__ import annotations

@@ -14,22 +14,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import current_platform
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight, dequantized
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight, dequantized, offset_product
 
 BLOCK_WEIGHTS = 1 << 18
 """Weights converted at a time on a CPU: 1 MiB in float32, which a core's second-level cache holds."""
+
+FEW_ROWS, LARGE_BLOCK_WEIGHTS = 32, 1 << 21
+"""With more rows of x, adding up costs more than converting, so that there are fewer and larger blocks."""
 
 
 def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, out_dtype: jax.typing.DTypeLike) -> jax.Array:
     """See `pallas_kernels.quantized_matmul.quantized_matmul`."""
     if current_platform() == "cpu":
         by_block = _by_blocks_of_inputs if weight.axis == 0 else _by_blocks_of_outputs
-        return by_block(x, weight).astype(out_dtype)
-    if weight.groups == 1 and weight.offsets is None:
-        # The integers are exact in the operands' type, and a scale of all inputs can wait for the sum.
-        scales = weight.scales.reshape(1, -1).astype(jnp.float32)
-        return (_product(x, weight.values.astype(x.dtype), weight.axis) * scales).astype(out_dtype)
-    return _product(x, dequantized(weight).astype(x.dtype), weight.axis).astype(out_dtype)
+        product = by_block(x, weight)
+    else:
+        product = _product(x, _scaled(weight, weight.values, weight.scales).astype(x.dtype), weight.axis)
+    if weight.groups == 1:
+        product = product * weight.scales.astype(jnp.float32)
+    if weight.offsets is not None:
+        product = product + offset_product(x, weight)
+    return product.astype(out_dtype)
+
+
+def _scaled(weight: QuantizedWeight, values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Some of the weight's values in float32, times their scales unless one of all inputs can wait for the sum."""
+    if weight.groups == 1:
+        return values.astype(jnp.float32)
+    return dequantized(QuantizedWeight(values, scales, None, weight.axis))
 
 
 def _product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
@@ -45,7 +57,7 @@ def _product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
 def _by_blocks_of_inputs(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """Sums f32[T, outputs] over one block of inputs after the other."""
     parts, x = _parts(weight), x.astype(jnp.float32)
-    rows = _block_rows(weight)
+    rows = _block_rows(weight, x.shape[0])
 
     def add(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
         inputs = lax.dynamic_slice_in_dim(x, index * rows, rows, 1)
@@ -90,28 +102,28 @@ def _parts(weight: QuantizedWeight) -> list[_Part]:
 
 def _part(weight: QuantizedWeight, stored: jax.Array, nibble: int | None) -> _Part:
     """stored: int8[rows, columns]. nibble: which half of each byte counts, 0 for the low one; None for the whole."""
-    scales, offsets = weight.scales, weight.offsets
-    if nibble is not None and weight.axis == 0:
-        scales, offsets = scales[:, nibble::2], None if offsets is None else offsets[:, nibble::2]
+    scales = weight.scales if nibble is None or weight.axis == 1 else weight.scales[:, nibble::2]
 
     def rows(first: jax.Array, count: int) -> jax.Array:
         block = lax.dynamic_slice_in_dim(stored, first, count)
         if nibble is not None:
             block = (block << 4 if nibble == 0 else block) >> 4
         if weight.axis == 0:
-            start, size, along = first // weight.group, max(1, count // weight.group), 0
+            start, size = first // weight.group, max(1, count // weight.group)
         else:
-            start, size, along = first, count, 1
-        few = lax.dynamic_slice_in_dim(scales, start, size, along)
-        added = None if offsets is None else lax.dynamic_slice_in_dim(offsets, start, size, along)
-        return dequantized(QuantizedWeight(block, few, added, weight.axis))
+            start, size = first, count
+        return _scaled(weight, block, lax.dynamic_slice_in_dim(scales, start, size, weight.axis))
 
     return rows
 
 
-def _block_rows(weight: QuantizedWeight) -> int:
-    """Inputs of a block: whole groups, or an even part of one."""
-    most = max(1, BLOCK_WEIGHTS // weight.outputs)
+def _block_rows(weight: QuantizedWeight, x_rows: int) -> int:
+    """Inputs of a block: whole groups, or an even part of one.
+
+    Two blocks at least: without a loop XLA converts the weights of many products at the same time.
+    """
+    block = BLOCK_WEIGHTS if x_rows <= FEW_ROWS else LARGE_BLOCK_WEIGHTS
+    most = max(1, min(block // weight.outputs, weight.inputs // 2))
     if most < weight.group:
         return _largest_divisor(weight.group, most)
     return weight.group * _largest_divisor(weight.groups, most // weight.group)

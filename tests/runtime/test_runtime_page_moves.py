@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +39,18 @@ def pool(dtype, seed=0, num_pages=NUM_PAGES):
     return kv, [np.array(leaf) for leaf in jax.tree.leaves(kv)]
 
 
-def mover(kv, slots):
+@cache
+def programs(dtype):
+    kv, _ = pool(dtype)
     pages = jnp.zeros(PAGES_PER_CALL, jnp.int32)
     blocks = gather_pages(kv, pages)
     copy = jax.jit(copy_pages, donate_argnums=0).lower(kv, pages, pages, jnp.int32(0)).compile()
     gather = jax.jit(gather_pages).lower(kv, pages).compile()
-    scatter = jax.jit(scatter_pages, donate_argnums=0).lower(kv, blocks, pages).compile()
-    return PageMover(copy, gather, scatter, HostPages(kv, slots))
+    return copy, gather, jax.jit(scatter_pages, donate_argnums=0).lower(kv, blocks, pages).compile()
+
+
+def mover(kv, slots):
+    return PageMover(*programs(kv[0].data.dtype.name), HostPages(kv, slots))
 
 
 def assert_pool(kv, expected):

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from checkpoints._checkpoint import Checkpoint
 from checkpoints._errors import CheckpointError
+from checkpoints._tokenizer import Tokenizer
 
 _SHOWN = (
     "vocab_size",
@@ -29,7 +30,21 @@ _SHOWN = (
     "rope_scaling",
     "rope_parameters",
     "tie_word_embeddings",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_positions",
 )
+# A word that no template holds by itself.
+_MARK = "zyxgloss"
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,18 @@ def _facts_table(checkpoint: Checkpoint) -> Table:
     rows: list[tuple[str, object]] = [("source", checkpoint.source), ("format", checkpoint.format)]
     rows += [("architecture", names), ("model type", config.get("model_type", "not named"))]
     rows += [(key, config[key]) for key in _SHOWN if config.get(key) is not None]
+    rows.append(("stored types", _stored_types(checkpoint)))
     return _table("Model", rows)
+
+
+def _stored_types(checkpoint: Checkpoint) -> str:
+    tensors: Counter[str] = Counter()
+    parameters: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        tensors[info.stored_as] += 1
+        parameters[info.stored_as] += math.prod(info.shape)
+    parts = [f"{kind} ({tensors[kind]:,} tensors, {count:,} values)" for kind, count in parameters.most_common()]
+    return ", ".join(parts) or "none"
 
 
 def _module_table(modules: list[ModuleSummary]) -> Table:
@@ -121,4 +147,17 @@ def _tokenizer_table(checkpoint: Checkpoint) -> Table:
         ("EOS", ", ".join(map(named, tokenizer.eos_ids)) or "none"),
         ("chat template", "none" if template is None else f"{len(template):,} characters"),
     ]
+    if template is not None:
+        system = [{"role": "system", "content": _MARK}, {"role": "user", "content": "hi"}]
+        rows.append(("system role", _shows(tokenizer, system)))
+        tool = {"type": "function", "function": {"name": _MARK, "description": "", "parameters": {"type": "object"}}}
+        rows.append(("tools", _shows(tokenizer, [{"role": "user", "content": "hi"}], [tool])))
     return _table("Tokenizer", rows)
+
+
+def _shows(tokenizer: Tokenizer, messages: list[dict[str, str]], tools: list[dict[str, object]] | None = None) -> str:
+    """Whether the template puts the mark into the prompt."""
+    try:
+        return "in the prompt" if _MARK in tokenizer.apply_chat_template(messages, tools=tools) else "left out"
+    except CheckpointError as error:
+        return str(error)

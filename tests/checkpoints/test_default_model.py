@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoints import DEFAULT_MODEL, fetch_named_model, open_checkpoint
+from checkpoints._gguf_names import ARCHITECTURES
 
 pytestmark = pytest.mark.model
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_ids.json").read_text())
@@ -48,19 +49,23 @@ def test_facts(checkpoint):
     assert config["tie_word_embeddings"] is True
 
 
-def test_tensors_are_the_packages_dequantization(checkpoint):
-    stored = {t.name: t for t in gguf.GGUFReader(fetch_named_model(DEFAULT_MODEL)).tensors}
-    for name, ours, heads in (
-        ("token_embd.weight", "model.embed_tokens.weight", None),
-        ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", 9),
-        ("blk.29.attn_k.weight", "model.layers.29.self_attn.k_proj.weight", 3),
-        ("blk.7.ffn_down.weight", "model.layers.7.mlp.down_proj.weight", None),
-    ):
-        expected = gguf.quants.dequantize(stored[name].data, stored[name].tensor_type)
-        got = checkpoint.read(ours)
-        if heads:
+@pytest.mark.slow
+def test_every_tensor_is_the_packages_dequantization_bit_for_bit(checkpoint):
+    names = {ARCHITECTURES["llama"].hugging_face_name(tensor.name): tensor for tensor in stored_tensors()}
+    assert set(names) == set(checkpoint.tensors)
+    for name, tensor in names.items():
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        got, quantized = checkpoint.read(name), checkpoint.read_quantized(name)
+        if quantized is not None:
+            np.testing.assert_array_equal(quantized.dequantized().view(np.uint32), got.view(np.uint32))
+        if heads := 9 if ".q_proj" in name else 3 if ".k_proj" in name else 0:
             got = got.reshape(heads, 2, 32, -1).swapaxes(1, 2).reshape(got.shape)
-        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32), err_msg=name)
+    assert {tensor.tensor_type.name for tensor in names.values()} == {"F32", "Q4_1", "Q8_0"}
+
+
+def stored_tensors():
+    return gguf.GGUFReader(fetch_named_model(DEFAULT_MODEL)).tensors
 
 
 def test_opening_is_quick():

@@ -99,7 +99,7 @@ def test_prefill_in_one_piece(model):
     np.testing.assert_array_equal(session.state.lengths[:4], [len(prompt) for prompt in model.prompts])
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_prefill_in_random_chunks(model, seed):
     numbers = np.random.default_rng(seed)
     session = Session(model, seed)

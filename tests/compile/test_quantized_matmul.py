@@ -108,6 +108,33 @@ def test_planted_faults_show_in_interpret_mode() -> None:
         assert found["error"] > 5e-2, (fault, found)
 
 
+def check_decode_steps(found: list[dict[str, Any]]) -> None:
+    """The decode steps with float, int8 and int4 weights: nothing is expanded, and bytes fall as weights shrink."""
+    by_type = {each["weight_dtype"]: each for each in found}
+    weights = {name: each["weight_bytes"] for name, each in by_type.items()}
+    assert weights["int8"] < 0.51 * weights["float"]
+    assert weights["int4"] < 0.43 * weights["float"]  # the two token tables of this small model stay int8
+    for each in found:
+        assert each["in_place"]
+        assert each["argument_bytes"] <= 1.02 * (each["weight_bytes"] + each["pool_bytes"]), each
+        assert each["temp_bytes"] < 0.1 * each["weight_bytes"], each
+        if each["moved_bytes"] is not None:
+            assert 0.97 * each["least_bytes"] <= each["moved_bytes"] <= 1.15 * each["least_bytes"], each
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", ["v6e-1", "v6e-4"])
+def test_decode_step_on_tpu_reads_weights_as_they_are_stored(target: str) -> None:
+    found = script("steps", target, environment={"JAX_PLATFORMS": "cpu"})
+    assert all(each["moved_bytes"] for each in found)
+    check_decode_steps(found)
+
+
+@needs_cuda
+def test_decode_step_on_h200_reads_weights_as_they_are_stored() -> None:
+    check_decode_steps(script("steps", "h200", environment=CUDA))
+
+
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +198,60 @@ def compile_cases(platform: str, chip: str, which: str) -> None:
             print(json.dumps({"case": case.name, **figures(name, case, device)}), flush=True)
 
 
+STEP_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 40960,
+    "hidden_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+"""Like Llama-3-8B, smaller; but no table may fit a TPU's vector memory, where XLA would put all of it beforehand."""
+
+
+def compile_steps(target_name: str) -> None:
+    from jaxinfer.runtime.chips import parse_target
+    from jaxinfer.runtime.compiler_environment import compiler_environment
+
+    target = parse_target(target_name)
+    os.environ.update(compiler_environment(target.chip.platform))
+    from jaxinfer.models import family_of
+    from jaxinfer.models.linear import quantized_weights
+    from jaxinfer.runtime.aot import compile_report
+    from jaxinfer.runtime.limits import Buckets, RunnerLimits
+
+    config = family_of(STEP_MODEL).decoder(STEP_MODEL).replace(dtype="bfloat16")
+    limits = RunnerLimits(
+        max_slots=8,
+        page_size=64,
+        num_pages=65,
+        max_context=512,
+        max_batched_tokens=512,
+        max_prefill_rows=1,
+        vocab_size=config.vocab_size,
+    )
+    for weight_dtype in ("float", "int8", "int4"):
+        weights = () if weight_dtype == "float" else quantized_weights(weight_dtype)
+        reports = compile_report(config.replace(weights=weights), limits, Buckets((8,), ()), target)
+        decode, whole = reports
+        found = {
+            "weight_dtype": weight_dtype,
+            "weight_bytes": whole.weight_bytes,
+            "pool_bytes": whole.pool_bytes,
+            "argument_bytes": decode.argument_bytes,
+            "temp_bytes": decode.temp_bytes,
+            "moved_bytes": decode.bytes_accessed,
+            "least_bytes": decode.cost.bytes,
+            "in_place": decode.in_place,
+        }
+        print(json.dumps(found), flush=True)
+
+
 def planted(fault: str, weight: Any) -> Any:
     """The weight that the kernel is given instead of the right one."""
     import numpy as np
@@ -213,5 +294,7 @@ def interpret(names: list[str], fault: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "interpret":
         interpret(sys.argv[2].split(","), sys.argv[3])
+    elif sys.argv[1] == "steps":
+        compile_steps(sys.argv[2])
     else:
         compile_cases(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -126,7 +126,9 @@ def make_plan(
     modules = _modules(params)
     per_device = _bytes_per_device(params, parallel)
     if kv_bytes is None and target is not None:
-        kv_bytes = parallel * (int(target.chip.memory_bytes * USABLE_MEMORY) - per_device)
+        # Latents are not cut: every device holds the same cache.
+        parts = parallel if config.mla is None else 1
+        kv_bytes = parts * (int(target.chip.memory_bytes * USABLE_MEMORY) - per_device)
     lengths = [size for size in _doublings(SMALLEST_CONTEXT, context) if size < context]
     return Plan(
         modules=modules,

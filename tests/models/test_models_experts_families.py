@@ -9,8 +9,10 @@ import pytest
 from test_models_golden import Session, compiled
 
 from checkpoints import open_checkpoint
+from jaxinfer.engine.plan import make_plan
 from jaxinfer.models import ModelError, assemble_params, family_of
 from jaxinfer.models.families.gpt_oss import dequantize_mxfp4
+from jaxinfer.runtime.chips import USABLE_MEMORY, parse_target
 from jaxinfer.runtime.cost import active_parameters, decode_cost, experts_used, parameter_bytes
 from jaxinfer.runtime.state import EngineState, init_state
 from pallas_kernels import KVPages
@@ -114,6 +116,16 @@ def test_a_latent_cache_is_as_small_as_published():
     state = jax.eval_shape(lambda: init_state(model, num_slots=1, num_pages=3, page_size=16, max_context=32))
     assert state.kv[0].data.shape == (3, 1, 16, 512 + 64)
     assert model.replace(kv_dtype="int8").kv_bytes_per_token == 61 * (576 + 8)
+
+
+def test_a_latent_cache_does_not_grow_with_devices():
+    """Every device holds all of it, so four have room for no more positions than one with as few weights."""
+    small = decoder(DEEPSEEK_V2_LITE | {"num_hidden_layers": 1}).replace(dtype="bfloat16")
+    target = parse_target("v6e-4")
+    plan = make_plan(small, target=target, max_context=1024)
+    assert plan.devices == 4
+    assert plan.kv_bytes == int(target.chip.memory_bytes * USABLE_MEMORY) - plan.weight_bytes_per_device
+    assert plan.active_parameters == plan.parameters  # the one layer is dense
 
 
 def test_costs_count_the_experts_that_are_used():

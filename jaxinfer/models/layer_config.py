@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+MOST_EXPERTS = 1 << 14
+"""Far more than any model has; a file that claims more is refused before its tensors are listed."""
 ROUTER_SCORES = ("softmax", "topk_softmax", "sigmoid")
 
 
@@ -53,6 +55,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.intermediate_size < 1:
             raise ValueError(f"An expert's inner width must be at least 1, not {self.intermediate_size}.")
+        if self.num_experts > MOST_EXPERTS:
+            raise ValueError(f"A layer has at most {MOST_EXPERTS} experts, not {self.num_experts}.")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"A position cannot use {self.experts_per_token} of {self.num_experts} experts.")
         if self.scores not in ROUTER_SCORES:

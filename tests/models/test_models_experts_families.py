@@ -257,6 +257,7 @@ def test_a_second_prediction_layer_is_left_out(golden_models):
         (GPT_OSS_20B | {"quantization_config": {"quant_method": "awq"}}, "quant_method"),
         (GPT_OSS_20B | {"quantization_config": "mxfp4"}, "quantization_config"),
         (MIXTRAL_8X7B | {"num_local_experts": 1}, "2 of 1"),
+        (MIXTRAL_8X7B | {"num_local_experts": 10**12}, "at most 16384 experts"),
     ],
 )
 def test_configs_that_are_refused(config, names):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._rules import ATTENTION, HF_LAYER, always, linear, norm, transposed, vector
+from jaxinfer.models.families._rules import ATTENTION, HF_LAYER, When, linear, norm, transposed, vector
 from jaxinfer.models.layer_config import MLAConfig, MoEConfig
 from jaxinfer.models.tensors import Rule
 
 MOE = "layers_{layer}/moe"
 EXPERTS = f"{MOE}/experts"
-Join = Callable[[DecoderConfig, list[np.ndarray]], np.ndarray]
 
 
 def expert_layers(config: DecoderConfig) -> list[int]:
@@ -65,7 +63,7 @@ def router(tensor: str, choice_bias: str = "", renamed: str = "") -> tuple[Rule,
     return in_expert_layers(tuple(rules))
 
 
-def _float32_vector(parameter: str, tensor: str, when: Callable[[DecoderConfig], bool]) -> Rule:
+def _float32_vector(parameter: str, tensor: str, when: When) -> Rule:
     rule = vector(parameter, tensor, lambda c: moe(c).num_experts, lambda c: c.moe is not None and when(c))
     return dataclasses.replace(rule, dtype="float32")
 
@@ -184,7 +182,7 @@ def latent_attention(tensors: str = f"{HF_LAYER}.self_attn") -> tuple[Rule, ...]
             lambda c: (_mla(c).row_dim, c.hidden_size),
             lambda c: c.qkv_bias,
         ),
-        *norm(f"{ATTENTION}/kv_a_norm", f"{tensors}.kv_a_layernorm", lambda c: _mla(c).latent_dim, always),
+        *norm(f"{ATTENTION}/kv_a_norm", f"{tensors}.kv_a_layernorm", lambda c: _mla(c).latent_dim),
         Rule(f"{ATTENTION}/key_up", kv_b, _kv_b_shape, lambda c, found: _kv_b(c, found)[:, : _mla(c).plain_dim]),
         Rule(
             f"{ATTENTION}/value_up",
@@ -220,11 +218,9 @@ def _kv_b(config: DecoderConfig, tensors: list[np.ndarray]) -> np.ndarray:
     return tensors[0].reshape(config.num_heads, -1, tensors[0].shape[1])
 
 
-def _not(condition: Callable[[DecoderConfig], bool]) -> Callable[[DecoderConfig], bool]:
+def _not(condition: When) -> When:
     return lambda config: not condition(config)
 
 
-def _both(
-    one: Callable[[DecoderConfig], bool], other: Callable[[DecoderConfig], bool]
-) -> Callable[[DecoderConfig], bool]:
+def _both(one: When, other: When) -> When:
     return lambda config: one(config) and other(config)

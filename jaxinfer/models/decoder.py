@@ -6,7 +6,8 @@ queries meet the cache. All activations are flat: [T, features], whatever sequen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,6 +70,29 @@ def _norm(config: DecoderConfig, name: str, x: jax.Array) -> jax.Array:
     return Norm(config.hidden_size, config, name=name)(x)
 
 
+class OneLayer(nn.Module):
+    """A block under the name that it has in the decoder."""
+
+    config: DecoderConfig
+    layer: int
+
+    @nn.compact
+    def __call__(self, *inputs: Any) -> tuple[jax.Array, KVPages]:
+        """See Block."""
+        return Block(self.config, self.layer, name=f"layers_{self.layer}")(*inputs)
+
+
+def _run_layer(
+    config: DecoderConfig, layer: int, attend: Attend, params: Any, *inputs: Any
+) -> tuple[jax.Array, KVPages]:
+    result: Any = OneLayer(config, layer, parent=None).apply({"params": {f"layers_{layer}": params}}, *inputs, attend)
+    return result
+
+
+Run = Callable[..., tuple[jax.Array, KVPages]]
+"""(x, real, rotation, pages) -> (x, pages), see Block"""
+
+
 class Decoder(nn.Module):
     """Token ids to final hidden states, and hidden states to logits."""
 
@@ -103,10 +127,27 @@ class Decoder(nn.Module):
         x = self._embedded(token_ids, positions)
         rotations = {rope: None if rope is None else rotation(rope, positions) for rope in config.ropes}
         written = []
-        for block, rope, pages in zip(self.layers, config.ropes, kv, strict=True):
-            x, pages = block(x, real, rotations[rope], pages, attend)
+        runs: dict[Any, Run] = {}
+        for layer, (rope, pages) in enumerate(zip(config.ropes, kv, strict=True)):
+            run = self._run_of(layer, runs, attend)
+            x, pages = run(x, real, rotations[rope], pages)
             written.append(pages)
         return (x if config.norm_placement == "after_sum" else self.final_norm(x)), tuple(written)
+
+    def _run_of(self, layer: int, runs: dict[Any, Run], attend: Attend) -> Run:
+        """How to run a layer: by the jitted function that all layers of its kind share, so that jax traces one of them.
+
+        That takes a tenth of the time. `runs` has the functions made so far, by kind.
+        """
+        if self.is_initializing():
+            return partial(self.layers[layer], attend=attend)
+        config, params = self.config, self.variables["params"][f"layers_{layer}"]
+        leaves, structure = jax.tree.flatten(params)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        kind = (config.ropes[layer], config.windows[layer], config.has_experts(layer), structure, shapes)
+        if kind not in runs:
+            runs[kind] = jax.jit(partial(_run_layer, config, layer, attend))
+        return partial(runs[kind], params)
 
     def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         config = self.config

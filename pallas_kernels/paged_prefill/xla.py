@@ -16,6 +16,9 @@ from pallas_kernels.ragged import token_positions
 from pallas_kernels.spec import AttentionSpec
 
 QUERY_BLOCK = 128
+"""Queries of one row that are computed together, at most."""
+LEAST_QUERY_BLOCK = 16
+"""At least: as many as the rows have on the average, since a shorter row computes a whole block."""
 
 
 def paged_prefill(
@@ -51,7 +54,7 @@ def _attend(
 ) -> jax.Array:
     tokens, heads, _ = q.shape
     v_dim = spec.value_width(pages.width)
-    query_block = min(QUERY_BLOCK, tokens)
+    query_block = min(tokens, QUERY_BLOCK, max(LEAST_QUERY_BLOCK, tokens // lengths.shape[0]))
     counts = jnp.diff(query_starts)
     block_ends = jnp.cumsum(-(-counts // query_block))
     queries = q.astype(jnp.float32) * spec.scale

@@ -32,8 +32,9 @@ def more_types() -> dict[str, np.ndarray]:
         "f8b": every.view(ml_dtypes.float8_e5m2),
         "bf16": np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(64, 1024),
         "f16": np.arange(1 << 16, dtype=np.uint16).view(np.float16),
-        "i8": every.view(np.int8),
-        "bool": every > 7,
+        "i8": every[:251].view(np.int8),
+        "u8": every[:3],
+        "bool": every[1:] > 7,
         "scalar": np.array(-0.0, np.float32),
         "empty": np.zeros((0, 4), np.float32),
     }

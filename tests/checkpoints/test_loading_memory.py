@@ -31,7 +31,7 @@ CONFIG = {
     "num_key_value_heads": 16,
     "intermediate_size": WIDE,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }
 LOAD = """
     import json, sys
@@ -66,7 +66,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
         block |= {f"attn_{part}": (HIDDEN, HIDDEN) for part in ("q", "k", "v", "output")}
         block |= {"ffn_gate": (WIDE, HIDDEN), "ffn_up": (WIDE, HIDDEN), "ffn_down": (HIDDEN, WIDE)}
         result |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
-    return result
+    # The largest comes last, when all others are there already.
+    return result | {"output": (VOCABULARY, HIDDEN)}
 
 
 def write_gguf(path: Path) -> Path:
@@ -119,5 +120,5 @@ def test_peak_while_loading(tmp_path):
         facts = json.loads(result.stdout.splitlines()[-1])
         assert facts["params"] == 4 * sum(math.prod(shape) for shape in shapes().values())
         peak, params = facts["peak"], facts["params"]
-        assert params < peak < params + 2 * largest < 1.3 * params + largest, (source.name, peak / params)
+        assert params < peak < params + 1.6 * largest < 1.3 * params + largest, (source.name, peak / params)
         assert facts["steps"][-1] == ["Loading", len(facts["steps"]), len(facts["steps"])]

@@ -53,6 +53,11 @@ def test_what_takes_too_much_memory_is_refused(process, name):
     assert alive(process)
 
 
+def test_two_gigabytes_are_too_much_memory():
+    with pytest.raises(CheckpointError, match=r"too much memory|want of memory"):
+        TemplateProcess().render("{{ (('a' * 1000000) | replace('a', 'b' * 2000)) | length }}", VALUES)
+
+
 def test_refusals_come_back_as_they_are(process):
     with pytest.raises(CheckpointError, match=r"refuses these messages: it says: only <é> here\.$"):
         process.render("{{ raise_exception('only <é> here') }}", VALUES)

@@ -113,7 +113,7 @@ def check_decode_steps(found: list[dict[str, Any]]) -> None:
     by_type = {each["weight_dtype"]: each for each in found}
     weights = {name: each["weight_bytes"] for name, each in by_type.items()}
     assert weights["int8"] < 0.51 * weights["float"]
-    assert weights["int4"] < 0.43 * weights["float"]  # the two token tables of this small model stay int8
+    assert weights["int4"] < 0.48 * weights["float"]  # the two token tables, most of this model, stay int8
     for each in found:
         assert each["in_place"]
         assert each["argument_bytes"] <= 1.02 * (each["weight_bytes"] + each["pool_bytes"]), each
@@ -123,6 +123,7 @@ def check_decode_steps(found: list[dict[str, Any]]) -> None:
 
 
 @needs_libtpu
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v6e-1", "v6e-4"])
 def test_decode_step_on_tpu_reads_weights_as_they_are_stored(target: str) -> None:
     found = script("steps", target, environment={"JAX_PLATFORMS": "cpu"})
@@ -131,6 +132,7 @@ def test_decode_step_on_tpu_reads_weights_as_they_are_stored(target: str) -> Non
 
 
 @needs_cuda
+@pytest.mark.slow
 def test_decode_step_on_h200_reads_weights_as_they_are_stored() -> None:
     check_decode_steps(script("steps", "h200", environment=CUDA))
 
@@ -201,7 +203,7 @@ def compile_cases(platform: str, chip: str, which: str) -> None:
 STEP_MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 40960,
+    "vocab_size": 163840,
     "hidden_size": 4096,
     "num_hidden_layers": 2,
     "num_attention_heads": 32,
@@ -211,7 +213,7 @@ STEP_MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""Like Llama-3-8B, smaller; but no table may fit a TPU's vector memory, where XLA would put all of it beforehand."""
+"""Like Llama-3-8B, smaller; but no device's part of a table fits a TPU's vector memory, where XLA would copy it."""
 
 
 def compile_steps(target_name: str) -> None:

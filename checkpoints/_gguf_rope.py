@@ -42,8 +42,11 @@ def rope_scaling(
         return _llama3_from_divisors(divisors, theta, rotary_dim) or _longrope(divisors, divisors, context)
     if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
         result = _longrope(factors["rope_factors_long.weight"], factors["rope_factors_short.weight"], context)
-        result["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length", context)
-        result["attention_factor"] = keys.number("rope.scaling.attn_factor", 1.0)
+        original = keys.integer("rope.scaling.original_context_length", context)
+        result["original_max_position_embeddings"] = original
+        stored, usual = keys.number("rope.scaling.attn_factor", 1.0), _longrope_magnitude(context, original)
+        # The file has it as float32.
+        result["attention_factor"] = usual if math.isclose(stored, usual, rel_tol=1e-6) else stored
         return result
     return _declared(keys, context)
 
@@ -78,6 +81,10 @@ def _magnitude(keys: RopeKeys, factor: float) -> dict[str, float]:
         usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
         return {"attention_factor": keys.number("rope.scaling.attn_factor") * usual}
     return {}
+
+
+def _longrope_magnitude(context: int, original: int) -> float:
+    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original > 1 else 1.0
 
 
 def _longrope(long: np.ndarray, short: np.ndarray, context: int) -> dict[str, Any]:

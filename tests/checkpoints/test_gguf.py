@@ -189,7 +189,10 @@ def test_other_factors_are_listed_not_dropped(tmp_path):
         (TinyGGUF(arch="mamba"), "'mamba' is not supported"),
         (TinyGGUF(extra={"split.count": ("add_uint16", 3)}), "one of 3 parts"),
         (TinyGGUF(heads=[2, 4]), "differs between layers"),
-        (TinyGGUF(extra={"llama.block_count": ("add_uint32", 2**31 - 1)}), "claims 2147483647 layers and has 11 tensors"),
+        (
+            TinyGGUF(extra={"llama.block_count": ("add_uint32", 2**31 - 1)}),
+            "claims 2147483647 layers and has 11 tensors",
+        ),
         (TinyGGUF(heads=7), "does not divide into 7 heads"),
         (TinyGGUF(tensors={"blk.0.strange.weight": np.ones(32, np.float32)}), "has no place in a llama model"),
         (TinyGGUF(extra={"llama.attention.key_length": ("add_string", "x")}), "must be a positive integer"),

@@ -14,6 +14,8 @@ import pytest
 
 from checkpoints import CheckpointError, open_checkpoint
 from checkpoints._gguf_names import ARCHITECTURES
+from jaxinfer.models import family_of
+from jaxinfer.runtime.loading import load_params
 
 GOLDEN = Path(__file__).parent / "golden" / "gguf"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
@@ -96,6 +98,13 @@ def test_config_is_the_one_that_transformers_saved(pair):
         assert rope_of(ours) == rope_of(theirs)
     if name == "gemma3":
         assert rope_of(ours, sliding=True)["rope_theta"] == rope_of(theirs, sliding=True)["rope_theta"]
+
+
+def test_decoder_is_the_same_as_of_transformers_config(pair):
+    _, checkpoint, golden = pair
+    ours, theirs = (family_of(config).decoder(config) for config in (checkpoint.config, golden["config"]))
+    assert ours == theirs
+    load_params(checkpoint, ours)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("qwen2moe", "gemma")])

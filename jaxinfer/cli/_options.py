@@ -92,7 +92,7 @@ SAMPLING_FLAGS = (
 """Every field of SamplingParams."""
 
 _AUTO = "auto"
-WEIGHT_DTYPES = (_AUTO, "float", "int8", "int4")
+WEIGHT_DTYPES = (_AUTO, "stored", "float", "int8", "int4")
 ENGINE_FLAGS = (
     Flag(
         "dtype",
@@ -103,8 +103,8 @@ ENGINE_FLAGS = (
     ),
     Flag(
         "weight_dtype",
-        "type of the weights (default: auto, as the checkpoint has them, and quantized GGUF weights stay so); float is "
-        "--dtype for all, int8 and int4 round them",
+        "type of the weights: stored keeps GGUF's quantized weights as they are, float is --dtype for all, int8 and "
+        "int4 round them (default: auto, float on CPU and stored elsewhere)",
         str,
         None,
         WEIGHT_DTYPES,

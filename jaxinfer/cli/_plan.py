@@ -64,7 +64,7 @@ def add_config_source(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
         "--weight-dtype",
         default="auto",
         choices=WEIGHT_DTYPES,
-        help="type of the weights (default: auto, that of --dtype, but quantized GGUF weights stay so)",
+        help="type of the weights (default: auto, which is stored: quantized GGUF weights stay so)",
     )
 
 
@@ -83,7 +83,8 @@ def read_decoder(options: argparse.Namespace) -> DecoderConfig:
         weights = quantized_weights(options.weight_dtype) if options.weight_dtype in ("int8", "int4") else ()
         return family_of(config).decoder(config).replace(**types, weights=weights)
     with open_checkpoint(options.model or DEFAULT_MODEL) as checkpoint:
-        return decoder_config(checkpoint, **types, weight_dtype=options.weight_dtype)
+        weight_dtype = "stored" if options.weight_dtype == "auto" else options.weight_dtype
+        return decoder_config(checkpoint, **types, weight_dtype=weight_dtype)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ class EngineOptions:
     max_batched_tokens: prompt tokens of one round.
     max_prefill_rows: prompts computed at once.
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
-    weight_dtype: "auto" as the checkpoint has them: quantized GGUF weights stay so, others are in dtype; "float" all in
+    weight_dtype: "auto" is "float" on CPU, else "stored". "stored": quantized GGUF weights stay so; "float": all in
         dtype; "int8" or "int4": rounded when they are loaded (see `jaxinfer.models.linear.quantized_weights`).
     kv_dtype: of the KV pages: "float32", "bfloat16", "int8", "float8_e4m3fn" or "auto" (dtype).
     attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.

@@ -14,10 +14,12 @@ from jaxinfer.models.linear import TABLES, flattened, format_of, is_quantizable,
 from jaxinfer.models.tensors import Join, sources
 from pallas_kernels.quantized_matmul import QuantizedWeight, WeightFormat, integer_type, quantize
 
-AS_STORED = "auto"
+AUTO = "auto"
+AS_STORED = "stored"
 FLOAT = "float"
-WEIGHT_DTYPES = (AS_STORED, FLOAT, "int8", "int4")
-"""What `weight_dtype` may be: as the checkpoint has them, all in the type of the computation, or rounded."""
+WEIGHT_DTYPES = (AUTO, AS_STORED, FLOAT, "int8", "int4")
+"""What `weight_dtype` may be: by the device, as the checkpoint has them, all in the type of the computation, or
+rounded."""
 
 _STORED_FORMATS = {
     "Q4_0": WeightFormat(4, 32),
@@ -40,6 +42,9 @@ def weight_formats(
     """`DecoderConfig.weights` for one of WEIGHT_DTYPES. Raises ValueError for another one."""
     if weight_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES)}, not {weight_dtype!r}.")
+    if weight_dtype == AUTO:
+        # XLA's products with quantized weights take twice as long as those with floats on a CPU.
+        weight_dtype = FLOAT if jax.default_backend() == "cpu" else AS_STORED
     if weight_dtype == FLOAT:
         return ()
     if weight_dtype == AS_STORED:

@@ -169,8 +169,8 @@ def test_default_model_stays_as_its_file_has_it() -> None:
     model = "smollm2-135m-instruct"
     with open_checkpoint(model) as checkpoint:
         floats = decoder_config(checkpoint)
-        config = decoder_config(checkpoint, weight_dtype="auto")
-        assert config.weights == weight_formats(checkpoint, family_of(checkpoint.config), floats, "auto")
+        config = decoder_config(checkpoint, weight_dtype="stored")
+        assert config.weights == weight_formats(checkpoint, family_of(checkpoint.config), floats, "stored")
         params = leaves_of(load_params(checkpoint, config))
         kept = [path for path, leaf in params.items() if is_quantized_weight(leaf)]
         assert len(kept) == 30 * 6 + 1

@@ -87,12 +87,12 @@ def check(files: dict[str, bytes], damaged: str, changes: list[tuple]) -> None:
             (root / name).write_bytes(content if name == damaged else original)
         size = sum(path.stat().st_size for path in root.iterdir())
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak of memory so far
-        before, started = status("VmRSS"), time.monotonic()
+        before, started = status("VmRSS"), time.process_time()
         try:
             use(root / "m.gguf" if "m.gguf" in files else root)
         except CheckpointError as error:
             assert_one_sentence(str(error))
-        assert time.monotonic() - started < SECONDS
+        assert time.process_time() - started < SECONDS  # of computing: the machine may be busy
         assert status("VmHWM") - before < 2 * size + FREE_BYTES
 
 

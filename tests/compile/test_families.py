@@ -28,7 +28,7 @@ SHAPE = ("--max-slots", "16", "--max-context", "2048", "--decode-rows", "16", "-
 def test_caps_and_windows_run_in_the_tpu_kernels(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GEMMA_2))
-    code, report = compile_for(path, "--target", "v6e-1", *SHAPE)
+    code, report = compile_for("--config", str(path), "--target", "v6e-1", *SHAPE)
     assert code == 0
     for bucket in report["buckets"]:
         assert bucket["kernels"].startswith("pallas_mosaic_tpu")

@@ -134,15 +134,7 @@ def _measured(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds
 
     config = _scheduler_config(options, None)
     with user_mistakes():
-        limits = RunnerLimits(
-            max_slots=config.max_slots,
-            page_size=config.page_size,
-            num_pages=config.num_pages,
-            max_context=config.max_context,
-            max_batched_tokens=config.max_batched_tokens,
-            max_prefill_rows=min(_PREFILL_ROWS, config.max_slots),
-            vocab_size=options.vocab_size,
-        )
+        limits = RunnerLimits.of_scheduler(config, options.vocab_size)
         steps = MeasuredSteps(options.steps, buckets_for(limits), streamed=config.max_rounds_in_flight > 1)
         return config, steps, f"measured, {options.steps}"
 

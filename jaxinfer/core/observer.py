@@ -28,6 +28,15 @@ class PoolUsage(NamedTuple):
     free: int
 
 
+class Load(NamedTuple):
+    """What a scheduler has at one moment: see RoundFinished."""
+
+    waiting: int
+    running: int
+    pages: PoolUsage
+    host_pages: int
+
+
 @dataclass(frozen=True, slots=True)
 class RequestQueued:
     """A request was accepted.

@@ -166,9 +166,8 @@ class PageCache:
 
     def take_pages(self, sequence: Sequence, positions: int) -> int:
         """Take pages for this many positions, as far as there are free ones; returns how many positions they hold."""
-        missing = self.pool.pages_for(positions) - len(sequence.pages)
-        if missing > 0:
-            sequence.pages += self.pool.allocate(min(missing, self.pool.free_pages))
+        missing = self.missing_pages(sequence, positions)
+        sequence.pages += self.pool.allocate(min(missing, self.pool.free_pages))
         return min(positions, len(sequence.pages) * self.pool.page_size)
 
     def missing_pages(self, sequence: Sequence, positions: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxinfer.core.admission import token_limit
 from jaxinfer.core.observer import (
+    Load,
     Observer,
     RequestQueued,
     SequenceFinished,
@@ -90,6 +91,11 @@ class Scheduler:
     def pool(self) -> BlockPool:
         """The pages of the device."""
         return self.cache.pool
+
+    @property
+    def load(self) -> Load:
+        """What waits and runs, and the pages that it takes."""
+        return Load(len(self.waiting), len(self.running), self.pool.usage, self.cache.host.used_slots)
 
     @property
     def reserved_pages(self) -> int:

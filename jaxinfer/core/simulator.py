@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jaxinfer.core.observer import Observer, PoolUsage, RoundFinished
+from jaxinfer.core.observer import Load, Observer, RoundFinished
 from jaxinfer.core.request import Request, RequestRefused
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig
@@ -55,9 +55,7 @@ class _Dispatched:
     scheduled: float
     start: float
     end: float
-    waiting: int
-    running: int
-    pages: PoolUsage
+    load: Load
 
 
 class Simulator:
@@ -110,27 +108,14 @@ class Simulator:
         owners = scheduler.owners(done.work)
         slots = (*done.work.decodes, *(row.slot for row in done.work.prefills if row.sample))
         scheduler.commit(done.work, StepResult({slot: SampledToken(_ANY_TOKEN) for slot in slots}), end)
-        self._observer(
-            RoundFinished(
-                done.scheduled,
-                done.scheduled,
-                done.start,
-                end,
-                end,
-                done.work,
-                owners,
-                done.waiting,
-                done.running,
-                done.pages,
-            )
-        )
+        scheduled = done.scheduled
+        self._observer(RoundFinished(scheduled, scheduled, done.start, end, end, done.work, owners, *done.load))
 
     def _dispatch(self, work: StepWork) -> _Dispatched:
-        scheduler, now = self.scheduler, self._clock.now
+        now = self._clock.now
         start = max(now, self._device_free_at)
         self._device_free_at = end = start + self._step_seconds(self._shape(work))
-        waiting, running = len(scheduler.waiting), len(scheduler.running)
-        return _Dispatched(work, now, start, end, waiting, running, scheduler.pool.usage)
+        return _Dispatched(work, now, start, end, self.scheduler.load)
 
     def _shape(self, work: StepWork) -> RoundShape:
         decoding = set(work.decodes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from jaxinfer.core.observer import Observer, PoolUsage, RoundFinished, unobserved
+from jaxinfer.core.observer import Load, Observer, RoundFinished, unobserved
 from jaxinfer.core.request import SEED_RANGE, Request, RequestRefused, Sequence
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.scheduler import Scheduler, SchedulerConfig, SequenceProgress
@@ -81,10 +81,7 @@ class _Dispatched:
     host_start: float
     start: float
     dispatched: float
-    waiting: int
-    running: int
-    pages: PoolUsage
-    host_pages: int
+    load: Load
 
 
 class Engine:
@@ -280,26 +277,12 @@ class Engine:
             self._recover(changing, recording)
             raise
         start, self._device_free_at = max(done.start, self._device_free_at), end
-        return RoundFinished(
-            done.host_start,
-            done.dispatched,
-            start,
-            end,
-            self._clock(),
-            done.work,
-            owners,
-            done.waiting,
-            done.running,
-            done.pages,
-            done.host_pages,
-        )
+        host = done.host_start, done.dispatched
+        return RoundFinished(*host, start, end, self._clock(), done.work, owners, *done.load)
 
     def _dispatch(self, work: StepWork, host_start: float) -> _Dispatched:
-        scheduler, start = self.scheduler, self._clock()
-        pending = self.runner.dispatch(work)
-        waiting, running, pages = len(scheduler.waiting), len(scheduler.running), scheduler.pool.usage
-        host_pages = scheduler.cache.host.used_slots
-        return _Dispatched(work, pending, host_start, start, self._clock(), waiting, running, pages, host_pages)
+        start, pending = self._clock(), self.runner.dispatch(work)
+        return _Dispatched(work, pending, host_start, start, self._clock(), self.scheduler.load)
 
     def _drop_idle_rounds(self) -> None:
         """Once every request has ended, what is still on the device was computed for nothing: do not wait for it."""

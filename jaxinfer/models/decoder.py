@@ -137,7 +137,7 @@ class Decoder(nn.Module):
     def _run_of(self, layer: int, runs: dict[Any, Run], attend: Attend) -> Run:
         """How to run a layer: by the jitted function that all layers of its kind share, so that jax traces one of them.
 
-        That takes a tenth of the time. `runs` has the functions made so far, by kind.
+        `runs` has the functions made so far, by kind.
         """
         if self.is_initializing():
             return partial(self.layers[layer], attend=attend)

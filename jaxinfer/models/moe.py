@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,13 @@ MOST_TILE_ROWS = 128
 """Positions that are multiplied with an expert at a time."""
 MOST_PAIRS = 16
 """Pairs of position and expert that are written out one by one in a program."""
+EXPERT_SPECS = {
+    "gate_up": PartitionSpec(None, None, None, MODEL_AXIS),
+    "gate_up_bias": PartitionSpec(None, None, MODEL_AXIS),
+    "down": PartitionSpec(None, MODEL_AXIS, None),
+    "down_bias": PartitionSpec(),
+}
+"""How the arrays of ExpertWeights are cut over the devices of a mesh."""
 
 
 class MoE(nn.Module):
@@ -147,15 +155,10 @@ def _on_every_device(config: DecoderConfig, x: jax.Array, routing: Routing, held
     if model_parallelism() == 1:
         return weighted_sum(config, x, routing, held)
     whole = PartitionSpec()
-    specs = ExpertWeights(  # specs in place of arrays
-        gate_up=PartitionSpec(None, None, None, MODEL_AXIS),  # pyright: ignore[reportArgumentType]
-        down=PartitionSpec(None, MODEL_AXIS, None),  # pyright: ignore[reportArgumentType]
-        gate_up_bias=None if held.gate_up_bias is None else PartitionSpec(None, None, MODEL_AXIS),  # pyright: ignore[reportArgumentType]
-        down_bias=None if held.down_bias is None else whole,  # pyright: ignore[reportArgumentType]
-    )
+    specs: Any = {name: None if getattr(held, name) is None else spec for name, spec in EXPERT_SPECS.items()}
     run = jax.shard_map(
         lambda *inside: jax.lax.psum(weighted_sum(config, *inside), MODEL_AXIS),
-        in_specs=(whole, whole, specs),
+        in_specs=(whole, whole, ExpertWeights(**specs)),
         out_specs=whole,
         check_vma=False,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from jaxinfer.core.scheduler_config import SchedulerConfig
+
 
 @dataclass(frozen=True)
 class RunnerLimits:
@@ -51,6 +53,21 @@ class RunnerLimits:
                 f"max_batched_tokens is {self.max_batched_tokens}, but must be at least max_slots ({self.max_slots}), "
                 "since every running sequence takes one token of a round."
             )
+
+    @classmethod
+    def of_scheduler(cls, config: SchedulerConfig, vocab_size: int) -> RunnerLimits:
+        """What a runner is built for whose rounds such a scheduler makes."""
+        return cls(
+            max_slots=config.max_slots,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            max_context=config.max_context,
+            max_batched_tokens=config.max_batched_tokens,
+            max_prefill_rows=config.max_prefill_rows or config.max_slots,
+            vocab_size=vocab_size,
+            window=config.window,
+            host_pages=config.host_pages,
+        )
 
     @property
     def pages_per_sequence(self) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.models.linear import check_groups, weight_specs
 from jaxinfer.models.mesh import MODEL_AXIS, model_parallelism
+from jaxinfer.models.moe import EXPERT_SPECS
 from jaxinfer.runtime.state import EngineState
 from pallas_kernels import KVPages
 from pallas_kernels.quantized_matmul import QuantizedWeight, is_quantized_weight
@@ -39,9 +40,7 @@ _PARAMETERS = {
     ("up", "kernel"): PartitionSpec(None, MODEL_AXIS),
     ("up", "bias"): PartitionSpec(MODEL_AXIS),
     ("down", "kernel"): PartitionSpec(MODEL_AXIS, None),
-    ("experts", "gate_up"): PartitionSpec(None, None, None, MODEL_AXIS),
-    ("experts", "gate_up_bias"): PartitionSpec(None, None, MODEL_AXIS),
-    ("experts", "down"): PartitionSpec(None, MODEL_AXIS, None),
+    **{("experts", name): spec for name, spec in EXPERT_SPECS.items()},
     ("key_up",): PartitionSpec(MODEL_AXIS, None, None),
     ("value_up",): PartitionSpec(MODEL_AXIS, None, None),
     ("sinks",): PartitionSpec(MODEL_AXIS),

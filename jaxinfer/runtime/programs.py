@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models import DecoderConfig, abstract_params
+from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
 from jaxinfer.runtime.page_moves import PAGES_PER_CALL, copy_pages, gather_pages, scatter_pages
@@ -45,10 +45,14 @@ class Programs:
 
 
 def compile_programs(
-    config: DecoderConfig, limits: RunnerLimits, buckets: Buckets, on_progress: Progress | None = None
+    config: DecoderConfig,
+    params: Params,
+    limits: RunnerLimits,
+    buckets: Buckets,
+    on_progress: Progress | None = None,
 ) -> Programs:
-    """Trace one program after the other and compile them on all processors."""
-    tasks = list(_tasks(config, limits, buckets))
+    """Trace one program after the other and compile them on all processors; of `params` only shapes and types count."""
+    tasks = list(_tasks(config, params, limits, buckets))
     compiled: dict[tuple[str, Any], Program] = {}
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
@@ -129,8 +133,8 @@ def _largest_first(tasks: list[_Task]) -> Iterator[tuple[_Key, Callable[[], Any]
         yield key, lower
 
 
-def _tasks(config: DecoderConfig, limits: RunnerLimits, buckets: Buckets) -> Iterator[_Task]:
-    params = abstract_params(config)
+def _tasks(config: DecoderConfig, params: Params, limits: RunnerLimits, buckets: Buckets) -> Iterator[_Task]:
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     state = jax.eval_shape(
         lambda: init_state(
             config,

@@ -51,7 +51,7 @@ class Runner:
         self.params = params
         self.limits = limits
         self.buckets: Buckets = buckets or buckets_for(limits)
-        self.programs: Programs = compiled.compile_programs(config, limits, self.buckets, on_progress)
+        self.programs: Programs = compiled.compile_programs(config, params, limits, self.buckets, on_progress)
         kv = jax.eval_shape(self._empty_state).kv
         host = HostPages(kv, limits.host_pages) if limits.host_pages else None
         moves = (self.programs.copy_pages, self.programs.gather_pages, self.programs.scatter_pages)

@@ -203,10 +203,21 @@ Windows = Callable[[Config, int], "tuple[int | None, ...]"]
 """(config, layers) -> the window of each layer."""
 
 
+def attention_biases(config: Config, default: bool = False) -> dict[str, Any]:
+    """The fields of DecoderConfig for `attention_bias`, which is of q, k, v and the output projection."""
+    bias = flag(config, "attention_bias", default)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def same_window(config: Config, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The same window in every layer, or None for full attention everywhere."""
+    refuse_other_kinds(config, "full_attention" if window is None else "sliding_attention")
+    return (window,) * layers
+
+
 def no_windows(config: Config, layers: int) -> tuple[int | None, ...]:
     """Full attention everywhere."""
-    refuse_other_kinds(config, "full_attention")
-    return (None,) * layers
+    return same_window(config, layers, None)
 
 
 def llama_like(

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.models.config import DecoderConfig, RopeConfig
-from jaxinfer.models.families._common import Config, Family, flag, llama_like, positive_float, positive_int
+from jaxinfer.models.families._common import (
+    Config,
+    Family,
+    attention_biases,
+    flag,
+    llama_like,
+    positive_float,
+    positive_int,
+)
 from jaxinfer.models.families._experts import experts, in_dense_layers, latent_attention, router, shared_expert
 from jaxinfer.models.families._rope import rope_of, rope_settings
 from jaxinfer.models.families._rules import HF_LAYER, NORMS_BEFORE, ends, gated_mlp
@@ -92,17 +100,16 @@ def _decoder(config: Config, moe: MoEConfig, *, interleaved: bool) -> DecoderCon
         value_dim=positive_int(config, "v_head_dim", 128),
         query_rank=positive_int(config, "q_lora_rank", 1536) if low_rank else None,
     )
-    settings, bias = rope_settings(config), flag(config, "attention_bias", False)
+    settings = rope_settings(config)
     theta = positive_float(config, "rope_theta", 10000.0)
     rope = rope_of(config, settings, mla.rope_dim, theta=theta, interleaved=interleaved)
     decoder = llama_like(
         config,
         ropes=lambda _, width, layers: (rope,) * layers,
         head_dim=mla.rope_dim,
-        qkv_bias=bias,
-        output_bias=bias,
         attention_scale=(mla.plain_dim + mla.rope_dim) ** -0.5 * _magnitude(rope, settings) ** 2,
         moe=moe,
+        **attention_biases(config),
     )
     if decoder.num_kv_heads != decoder.num_heads:
         raise ModelError(

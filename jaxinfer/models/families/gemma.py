@@ -10,6 +10,7 @@ from jaxinfer.models.families._common import (
     Config,
     Family,
     Windows,
+    attention_biases,
     flag,
     layer_kinds,
     llama_like,
@@ -43,15 +44,13 @@ _GEMMA3_DEFAULTS = {
 
 def _fields(config: Config) -> dict[str, Any]:
     """What both generations share."""
-    bias = flag(config, "attention_bias", False)
     return {
         "kv_heads": 4,
         "head_dim": 256,
         "tied_head": True,
         "activation_key": "hidden_activation",
         "default_activation": "gelu_pytorch_tanh",
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(config),
         "norm": "rms_offset",
         "norm_placement": "around",
         "embedding_scale": positive_int(config, "hidden_size") ** 0.5,

@@ -8,7 +8,15 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, flag, layer_kinds, llama_like, positive_float, positive_int
+from jaxinfer.models.families._common import (
+    Config,
+    Family,
+    attention_biases,
+    layer_kinds,
+    llama_like,
+    positive_float,
+    positive_int,
+)
 from jaxinfer.models.families._experts import EXPERTS, in_expert_layers, moe, router
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import ATTENTION, HF_LAYER, NORMS_BEFORE, attention, ends, same, vector
@@ -26,7 +34,6 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
 
 
 def _read(config: Config) -> DecoderConfig:
-    bias = flag(config, "attention_bias", True)
     quantization = config.get("quantization_config")
     if quantization and (not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4"):
         raise ModelError("The model's quantization_config has a quant_method that is not supported; mxfp4 is.")
@@ -51,10 +58,9 @@ def _read(config: Config) -> DecoderConfig:
         kv_heads=8,
         head_dim=64,
         norm="rms_float32",
-        qkv_bias=bias,
-        output_bias=bias,
         attention_sinks=True,
         moe=experts,
+        **attention_biases(config, True),
     )
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, flag, llama_like
+from jaxinfer.models.families._common import Config, Family, attention_biases, flag, llama_like
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import LLAMA_RULES
 
 
 def _read(config: Config) -> DecoderConfig:
-    bias = flag(config, "attention_bias", False)
-    return llama_like(
-        config, ropes=one_rope(), qkv_bias=bias, output_bias=bias, mlp_bias=flag(config, "mlp_bias", False)
-    )
+    mlp_bias = flag(config, "mlp_bias", False)
+    return llama_like(config, ropes=one_rope(), mlp_bias=mlp_bias, **attention_biases(config))
 
 
 FAMILIES = (Family("llama", ("LlamaForCausalLM",), _read, LLAMA_RULES, harmless=("sliding_window",)),)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, llama_like, refuse_other_kinds
+from jaxinfer.models.families._common import Config, Family, llama_like, same_window
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import LLAMA_RULES
 
 
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
     # An absent key means transformers' default of 4,096; an explicit null means full attention.
-    window = config.get("sliding_window", 4096)
-    refuse_other_kinds(config, "full_attention" if window is None else "sliding_attention")
-    return (window,) * layers
+    return same_window(config, layers, config.get("sliding_window", 4096))
 
 
 def _read(config: Config) -> DecoderConfig:

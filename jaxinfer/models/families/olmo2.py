@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, flag, llama_like
+from jaxinfer.models.families._common import Config, Family, attention_biases, llama_like
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import HF_LAYER, LAYER, attention, ends, gated_mlp, norm
 
@@ -17,7 +17,6 @@ _RULES = (
 
 
 def _read(config: Config) -> DecoderConfig:
-    bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
         ropes=one_rope(),
@@ -25,8 +24,7 @@ def _read(config: Config) -> DecoderConfig:
         norm="rms_float32",
         norm_placement="after",
         qk_norm="projection",
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(config),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, llama_like, refuse_other_kinds
+from jaxinfer.models.families._common import Config, Family, llama_like, same_window
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import (
     ATTENTION,
@@ -63,9 +63,7 @@ _RULES = (
 
 
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    refuse_other_kinds(config, "full_attention" if window is None else "sliding_attention")
-    return (window,) * layers
+    return same_window(config, layers, config.get("sliding_window"))
 
 
 def _read(config: Config) -> DecoderConfig:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, flag, layer_kinds, llama_like, positive_int
+from jaxinfer.models.families._common import (
+    Config,
+    Family,
+    attention_biases,
+    flag,
+    layer_kinds,
+    llama_like,
+    positive_int,
+)
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import LLAMA_RULES
 
@@ -23,7 +31,6 @@ def _read_qwen2(config: Config) -> DecoderConfig:
 
 
 def _read_qwen3(config: Config) -> DecoderConfig:
-    bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
         ropes=one_rope(),
@@ -31,8 +38,7 @@ def _read_qwen3(config: Config) -> DecoderConfig:
         max_positions=32768,
         head_dim=128,
         qk_norm="head",
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(config),
     )
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families._common import Config, Family, flag, llama_like, positive_int, refuse_other_kinds
+from jaxinfer.models.families._common import (
+    Config,
+    Family,
+    attention_biases,
+    flag,
+    llama_like,
+    positive_int,
+    same_window,
+)
 from jaxinfer.models.families._experts import experts, in_dense_layers, router, shared_expert
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import HF_LAYER, NORMS_BEFORE, attention, ends, gated_mlp
@@ -43,9 +51,7 @@ def _moe(config: Config, *, count: int, per_token: int, width: int, **architectu
 
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
     used, window = flag(config, "use_sliding_window", False), config.get("sliding_window", 4096)
-    window = window if used else None
-    refuse_other_kinds(config, "full_attention" if window is None else "sliding_attention")
-    return (window,) * layers
+    return same_window(config, layers, window if used else None)
 
 
 def _read_qwen2(config: Config) -> DecoderConfig:
@@ -57,7 +63,6 @@ def _read_qwen2(config: Config) -> DecoderConfig:
 
 
 def _read_qwen3(config: Config) -> DecoderConfig:
-    bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
         ropes=one_rope(),
@@ -65,9 +70,8 @@ def _read_qwen3(config: Config) -> DecoderConfig:
         max_positions=32768,
         kv_heads=4,
         qk_norm="head",
-        qkv_bias=bias,
-        output_bias=bias,
         moe=_moe(config, count=128, per_token=8, width=768),
+        **attention_biases(config),
     )
 
 

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from jaxinfer.models.config import DecoderConfig, RopeConfig
-from jaxinfer.models.families._common import Config, Family, flag, layer_kinds, llama_like, positive_int
+from jaxinfer.models.families._common import (
+    Config,
+    Family,
+    attention_biases,
+    flag,
+    layer_kinds,
+    llama_like,
+    positive_int,
+)
 from jaxinfer.models.families._rope import one_rope
 from jaxinfer.models.families._rules import LLAMA_RULES
 from jaxinfer.models.tensors import ModelError
@@ -33,7 +41,6 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
 
 
 def _read(config: Config) -> DecoderConfig:
-    bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
         ropes=_ropes,
@@ -41,9 +48,8 @@ def _read(config: Config) -> DecoderConfig:
         max_positions=32768,
         kv_heads=4,
         tied_head=True,
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=flag(config, "mlp_bias", False),
+        **attention_biases(config),
     )
 
 

@@ -16,9 +16,10 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +48,31 @@ class Family:
     shard_size: str = "10GB"
     # config.json keys as older transformers releases wrote them, instead of `rope_parameters`: both are in use.
     legacy_rope: dict[str, object] = field(default_factory=dict)
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS
+    # The last ids of the vocabulary, which no prompt has.
+    ids_unused: int = 0
 
 
-def _fill(model: Model, suffix: str, value: float) -> None:
-    matching = [p for name, p in model.named_parameters() if name.endswith(suffix)]
-    if not matching:
-        raise SystemExit(f"no parameter of the model ends with {suffix}")
-    for parameter in matching:
-        parameter.data.fill_(value)
+def tensors_ending(model: Model, suffix: str) -> list[torch.Tensor]:
+    """The parameters and buffers whose names end so."""
+    found = [t for name, t in (*model.named_parameters(), *model.named_buffers()) if name.endswith(suffix)]
+    if not found:
+        raise SystemExit(f"nothing in the model ends with {suffix}")
+    return found
+
+
+def modules_with(model: Model, attribute: str) -> list[Model]:
+    """The modules that have an attribute."""
+    found = [module for module in model.modules() if hasattr(module, attribute)]
+    if not found:
+        raise SystemExit(f"no module of the model has {attribute}")
+    return found
+
+
+def fill(model: Model, suffix: str, value: float = 0.0) -> None:
+    """Fill every tensor whose name ends so."""
+    for tensor in tensors_ending(model, suffix):
+        tensor.data.fill_(value)
 
 
 def _reset_rope(model: Model) -> None:
@@ -75,7 +93,7 @@ def _widen_window(model: Model, window: int) -> None:
 
 
 def _norms_to_one(model: Model) -> None:
-    _fill(model, "norm.weight", 1.0)
+    fill(model, "norm.weight", 1.0)
 
 
 COMMON = {"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -169,9 +187,9 @@ def families() -> list[Family]:
             qwen2,
             torch.float32,
             {
-                "q bias": lambda model: _fill(model, "q_proj.bias", 0.0),
-                "k bias": lambda model: _fill(model, "k_proj.bias", 0.0),
-                "v bias": lambda model: _fill(model, "v_proj.bias", 0.0),
+                "q bias": lambda model: fill(model, "q_proj.bias", 0.0),
+                "k bias": lambda model: fill(model, "k_proj.bias", 0.0),
+                "v bias": lambda model: fill(model, "v_proj.bias", 0.0),
             },
             legacy_rope={"rope_theta": 1000000.0, "rope_scaling": None},
         ),
@@ -180,8 +198,8 @@ def families() -> list[Family]:
             qwen3,
             torch.bfloat16,
             {
-                "q norm": lambda model: _fill(model, "q_norm.weight", 1.0),
-                "k norm": lambda model: _fill(model, "k_norm.weight", 1.0),
+                "q norm": lambda model: fill(model, "q_norm.weight", 1.0),
+                "k norm": lambda model: fill(model, "k_norm.weight", 1.0),
             },
         ),
         Family(
@@ -284,12 +302,13 @@ def expected_values(model: Model, prompts: list[list[int]]) -> dict[str, np.ndar
     return content
 
 
-def make(family: Family, target: Path) -> None:
-    for seed in range(1, 200):
-        write_checkpoint(family, seed, target)
+def make(family: Family, target: Path, write: Callable[[Any, int, Path], None]) -> None:
+    beyond = family.config.get_text_config().vocab_size - family.ids_unused
+    for seed in range(1, 400):
+        write(family, seed, target)
         model = load(target)
         numbers = np.random.default_rng(seed)
-        prompts = [numbers.integers(3, family.config.vocab_size, n).tolist() for n in PROMPT_LENGTHS]
+        prompts = [numbers.integers(3, beyond, n).tolist() for n in family.prompt_lengths]
         content = expected_values(model, prompts)
         if not isinstance(content, str):
             weak = weak_feature(family, target, prompts[-1], torch.from_numpy(content[f"logits_{len(prompts) - 1}"]))
@@ -306,20 +325,21 @@ def make(family: Family, target: Path) -> None:
     print(f"{family.name}: seed {seed}, margins {margins}, distinct ids {distinct}, {size / 1000:.0f} kB")
 
 
-def main() -> None:
-    known = {family.name: family for family in families()}
+def main(families: Sequence[Family], write: Callable[[Any, int, Path], None]) -> None:
+    """Make the families that the command line names. write: the checkpoint of a family from a seed."""
+    known = {family.name: family for family in families}
     parser = argparse.ArgumentParser(description="Write the tiny reference checkpoints next to this file.")
-    parser.add_argument("family", nargs="*", help=f"which ones (default: all): {', '.join(known)}")
-    names = parser.parse_args().family or list(known)
+    parser.add_argument("name", nargs="*", help=f"which ones (default: all): {', '.join(known)}")
+    names = parser.parse_args().name or list(known)
     if unknown := [name for name in names if name not in known]:
-        parser.error(f"unknown family {unknown[0]}; known: {', '.join(known)}")
+        parser.error(f"unknown name {unknown[0]}; known: {', '.join(known)}")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("highest")
     with torch.inference_mode():
         for name in names:
-            make(known[name], HERE / name)
+            make(known[name], HERE / name, write)
 
 
 if __name__ == "__main__":
-    main()
+    main(families(), write_checkpoint)

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import numpy as np
 import torch
-from make_golden import COMMON, HERE, PROMPT_LENGTHS, Family, Model, expected_values, load, weak_feature
+from make_golden import COMMON, Family, Model, fill, main, modules_with
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -135,14 +132,14 @@ def families() -> list[Family]:
         rope_parameters={**YARN, "truncate": False},
     )
     experts = {"one expert fewer": _fewer_experts}
-    latent = {**experts, "shared experts": lambda model: _zero(model, "shared_experts.down_proj.weight")}
+    latent = {**experts, "shared experts": lambda model: fill(model, "shared_experts.down_proj.weight")}
     grouped = {**latent, "groups": _one_group, "scaling": _no_scaling}
     oss = {
         **experts,
-        "sinks": lambda model: _zero(model, "self_attn.sinks", -30.0),
+        "sinks": lambda model: fill(model, "self_attn.sinks", -30.0),
         "clamp": _no_clamp,
-        "expert biases": lambda model: _zero(model, "down_proj_bias"),
-        "router bias": lambda model: _zero(model, "router.bias"),
+        "expert biases": lambda model: fill(model, "down_proj_bias"),
+        "router bias": lambda model: fill(model, "router.bias"),
         "window": lambda model: setattr(model.config, "sliding_window", 256),
     }
     return [
@@ -151,53 +148,33 @@ def families() -> list[Family]:
         Family("qwen3-moe", qwen3_moe, torch.bfloat16, experts),
         Family("deepseek-v2-lite", v2_lite, torch.bfloat16, latent),
         Family("deepseek-v2", v2, torch.bfloat16, grouped),
-        Family("deepseek-v3", v3, torch.float32, {**grouped, "choice bias": lambda m: _zero(m, "correction_bias")}),
+        Family("deepseek-v3", v3, torch.float32, {**grouped, "choice bias": lambda m: fill(m, "correction_bias")}),
         Family("gpt-oss", gpt_oss, torch.bfloat16, oss),
         Family("gpt-oss-mxfp4", gpt_oss, torch.bfloat16, oss),
     ]
 
 
-def _tensors(model: Model, suffix: str) -> list[torch.Tensor]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    found = [tensor for name, tensor in named if name.endswith(suffix)]
-    if not found:
-        raise SystemExit(f"nothing in the model ends with {suffix}")
-    return found
-
-
-def _zero(model: Model, suffix: str, value: float = 0.0) -> None:
-    for tensor in _tensors(model, suffix):
-        tensor.data.fill_(value)
-
-
-def _modules(model: Model, attribute: str) -> list[torch.nn.Module]:
-    found = [module for module in model.modules() if hasattr(module, attribute)]
-    if not found:
-        raise SystemExit(f"no module of the model has {attribute}")
-    return found
-
-
 def _fewer_experts(model: Model) -> None:
-    for module in _modules(model, "top_k"):
+    for module in modules_with(model, "top_k"):
         module.top_k -= 1
 
 
 def _one_group(model: Model) -> None:
-    for module in _modules(model, "topk_group"):
+    for module in modules_with(model, "topk_group"):
         module.topk_group = module.num_group
 
 
 def _open_shared_gate(model: Model) -> None:
-    _zero(model, "shared_expert_gate.weight")
+    fill(model, "shared_expert_gate.weight")
 
 
 def _no_scaling(model: Model) -> None:
-    for module in _modules(model, "routed_scaling_factor"):
+    for module in modules_with(model, "routed_scaling_factor"):
         module.routed_scaling_factor = 1.0
 
 
 def _no_clamp(model: Model) -> None:
-    for module in _modules(model, "limit"):
+    for module in modules_with(model, "limit"):
         module.limit = 1e6
 
 
@@ -253,40 +230,5 @@ def write_checkpoint(family: Family, seed: int, folder: Path) -> None:
         quantize_experts(folder)
 
 
-def make(family: Family, target: Path) -> None:
-    for seed in range(1, 400):
-        write_checkpoint(family, seed, target)
-        model = load(target)
-        numbers = np.random.default_rng(seed)
-        prompts = [numbers.integers(3, family.config.vocab_size, n).tolist() for n in PROMPT_LENGTHS]
-        content = expected_values(model, prompts)
-        if not isinstance(content, str):
-            weak = weak_feature(family, target, prompts[-1], torch.from_numpy(content[f"logits_{len(prompts) - 1}"]))
-            if weak is None:
-                break
-            content = f"{weak} hardly matters"
-        print(f"{family.name}: seed {seed} rejected: {content}", file=sys.stderr)
-    else:
-        raise SystemExit(f"{family.name}: no seed serves")
-    np.savez_compressed(target / "expected.npz", seed=np.int32(seed), **content)
-    size = sum(path.stat().st_size for path in target.iterdir())
-    print(f"{family.name}: seed {seed}, {size / 1000:.0f} kB")
-
-
-def main() -> None:
-    known = {family.name: family for family in families()}
-    parser = argparse.ArgumentParser(description="Write the reference checkpoints of families with experts.")
-    parser.add_argument("name", nargs="*", help=f"which ones (default: all): {', '.join(known)}")
-    names = parser.parse_args().name or list(known)
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"unknown name {unknown[0]}; known: {', '.join(known)}")
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("highest")
-    with torch.inference_mode():
-        for name in names:
-            make(known[name], HERE / name)
-
-
 if __name__ == "__main__":
-    main()
+    main(families(), write_checkpoint)

@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from make_golden import HERE, Model, expected_values, load, weak_feature
+from make_golden import Family, Model, fill, main, modules_with, tensors_ending
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -27,22 +24,18 @@ from transformers import (
     Olmo2Config,
     OPTConfig,
     Phi3Config,
-    PreTrainedConfig,
     SmolLM3Config,
 )
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One reference checkpoint. ``features`` maps a feature's name to an edit of a loaded model that removes it."""
+class Recipe(Family):
+    """A family, with more about how its weights are drawn and written."""
 
-    name: str
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    features: dict[str, Callable[[Model], None]]
     # Keys of config.json to write as older transformers releases did; None removes a key.
     config_edits: dict[str, object] = field(default_factory=dict)
     prompt_lengths: tuple[int, ...] = (1, 6, 14, 34)
+    ids_unused: int = 3
     # Norm weights are drawn from 0.5..1.5, and this is added: Gemma stores w of a scale 1 + w.
     norm_offset: float = 0.0
     # Biases are drawn from N(0, bias), token embeddings from N(0, embedding).
@@ -58,10 +51,7 @@ def set_attribute(name: str, value: object) -> Callable[[Model], None]:
     """An edit that sets an attribute of every module that has it."""
 
     def edit(model: Model) -> None:
-        modules = [module for module in model.modules() if hasattr(module, name)]
-        if not modules:
-            raise SystemExit(f"no module has {name}")
-        for module in modules:
+        for module in modules_with(model, name):
             setattr(module, name, value)
 
     return edit
@@ -72,27 +62,16 @@ def set_config(name: str, value: object) -> Callable[[Model], None]:
     return lambda model: setattr(model.config, name, value)
 
 
-def fill(suffix: str, value: float) -> Callable[[Model], None]:
-    """An edit that fills every parameter whose name ends so."""
-
-    def edit(model: Model) -> None:
-        matching = [p for name, p in model.named_parameters() if name.endswith(suffix)]
-        if not matching:
-            raise SystemExit(f"no parameter of the model ends with {suffix}")
-        for parameter in matching:
-            parameter.data.fill_(value)
-
-    return edit
+def filled(suffix: str, value: float) -> Callable[[Model], None]:
+    """An edit that fills every tensor whose name ends so."""
+    return lambda model: fill(model, suffix, value)
 
 
 def scale_buffer(name: str, factor: float) -> Callable[[Model], None]:
     """An edit that multiplies a buffer of every module that has it."""
 
     def edit(model: Model) -> None:
-        buffers = [buffer for buffer_name, buffer in model.named_buffers() if buffer_name.endswith(name)]
-        if not buffers:
-            raise SystemExit(f"no buffer ends with {name}")
-        for buffer in buffers:
+        for buffer in tensors_ending(model, name):
             buffer.mul_(factor)
 
     return edit
@@ -156,7 +135,7 @@ def recipes() -> list[Recipe]:
             "scale of scores": set_attribute("scaling", 12**-0.5),
             "sliding window": set_config("sliding_window", 256),
             "embedding scale": scale_buffer("embed_scale", 1.3),
-            "norms after": fill("post_attention_layernorm.weight", 0.0),
+            "norms after": filled("post_attention_layernorm.weight", 0.0),
         },
         norm_offset=-1.0,
         norm_after=3.0,
@@ -172,8 +151,8 @@ def recipes() -> list[Recipe]:
         Gemma3TextConfig(**SIZES, **gemma, layer_types=kinds, rope_parameters=gemma3_text),
         torch.bfloat16,
         {
-            "q norm": fill("q_norm.weight", 0.0),
-            "k norm": fill("k_norm.weight", 0.0),
+            "q norm": filled("q_norm.weight", 0.0),
+            "k norm": filled("k_norm.weight", 0.0),
             "local rope": scale_buffer("sliding_attention_inv_freq", 0.5),
             "linear scaling": scale_buffer("full_attention_inv_freq", 8.0),
         },
@@ -208,7 +187,7 @@ def recipes() -> list[Recipe]:
             tie_word_embeddings=True,
         ),
         torch.bfloat16,
-        {"q norm": fill("q_norm.weight", 0.0)},
+        {"q norm": filled("q_norm.weight", 0.0)},
         norm_offset=-1.0,
         norm_after=6.0,
         embedding=0.1,
@@ -217,7 +196,7 @@ def recipes() -> list[Recipe]:
         "olmo2",
         Olmo2Config(**SIZES, num_hidden_layers=2, rope_parameters={**PLAIN_ROPE, "rope_theta": 500000.0}),
         torch.bfloat16,
-        {"q norm": fill("q_norm.weight", 1.0), "norm after MLP": fill("post_feedforward_layernorm.weight", 1.0)},
+        {"q norm": filled("q_norm.weight", 1.0), "norm after MLP": filled("post_feedforward_layernorm.weight", 1.0)},
     )
     smollm3 = Recipe(
         "smollm3",
@@ -238,7 +217,7 @@ def recipes() -> list[Recipe]:
         "gpt2",
         GPT2Config(vocab_size=80, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
         torch.bfloat16,
-        {"positions": fill("wpe.weight", 0.0), "bias of a norm": fill("ln_2.bias", 0.0)},
+        {"positions": filled("wpe.weight", 0.0), "bias of a norm": filled("ln_2.bias", 0.0)},
         bias=0.15,
         embedding=0.1,
         renamed=("transformer.", ""),
@@ -254,7 +233,7 @@ def recipes() -> list[Recipe]:
         "eos_token_id": 2,
         "pad_token_id": None,
     }
-    positions = {"positions": fill("embed_positions.weight", 0.0)}
+    positions = {"positions": filled("embed_positions.weight", 0.0)}
     return [
         gemma2,
         gemma3,
@@ -313,45 +292,5 @@ def write_checkpoint(recipe: Recipe, seed: int, folder: Path) -> None:
         save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make(recipe: Recipe, target: Path) -> None:
-    vocabulary = recipe.config.get_text_config().vocab_size
-    content: dict[str, np.ndarray] | str = {}
-    for seed in range(1, 100):
-        write_checkpoint(recipe, seed, target)
-        model = load(target)
-        numbers = np.random.default_rng(seed)
-        prompts = [numbers.integers(3, vocabulary - 3, n).tolist() for n in recipe.prompt_lengths]
-        content = expected_values(model, prompts)
-        if not isinstance(content, str):
-            longest = torch.from_numpy(content[f"logits_{len(prompts) - 1}"])
-            weak = weak_feature(recipe, target, prompts[-1], longest)  # type: ignore[arg-type]
-            if weak is None:
-                break
-            content = f"{weak} hardly matters"
-        print(f"{recipe.name}: seed {seed} rejected: {content}", file=sys.stderr)
-    else:
-        raise SystemExit(f"{recipe.name}: no seed serves")
-    np.savez_compressed(target / "expected.npz", seed=np.int32(seed), **content)
-    size = sum(path.stat().st_size for path in target.iterdir())
-    margins = [f"{float(content[f'margin_{i}']):.4f}" for i in range(len(prompts))]
-    distinct = [len(set(content[f"greedy_{i}"].tolist())) for i in range(len(prompts))]
-    print(f"{recipe.name}: seed {seed}, margins {margins}, distinct ids {distinct}, {size / 1000:.0f} kB")
-
-
-def main() -> None:
-    known = {recipe.name: recipe for recipe in recipes()}
-    parser = argparse.ArgumentParser(description="Write tiny reference checkpoints next to this file.")
-    parser.add_argument("name", nargs="*", help=f"which ones (default: all): {', '.join(known)}")
-    names = parser.parse_args().name or list(known)
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"unknown name {unknown[0]}; known: {', '.join(known)}")
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("highest")
-    with torch.inference_mode():
-        for name in names:
-            make(known[name], HERE / name)
-
-
 if __name__ == "__main__":
-    main()
+    main(recipes(), write_checkpoint)

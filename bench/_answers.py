@@ -10,6 +10,7 @@ the sampled tokens of each prompt.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -19,6 +20,15 @@ from typing import Any, TextIO
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 Generate = Callable[[list[list[int]], list[int]], Sequence[Sequence[int]]]
+
+
+def side_parser(description: str) -> argparse.ArgumentParser:
+    """The options that every side has which generates."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--context", type=int, default=1024)
+    return parser
 
 
 def answers_only() -> TextIO:

@@ -6,21 +6,16 @@ one to the server), VLLM_CPU_KVCACHE_SPACE how many GiB the cache has.
 
 from __future__ import annotations
 
-import argparse
 import os
 
-from _answers import answers_only, serve, timed_generation
+from _answers import answers_only, serve, side_parser, timed_generation
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="vLLM on the CPU, generating on request.")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--context", type=int, default=1024)
-    options = parser.parse_args()
+    options = side_parser("vLLM on the CPU, generating on request.").parse_args()
     answers = answers_only()
     # They belong to the other environment, where this file runs.
     import vllm  # pyright: ignore[reportMissingImports]

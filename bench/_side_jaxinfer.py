@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
-from _answers import answers_only, serve, timed_generation
+from _answers import answers_only, serve, side_parser, timed_generation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="jaxinfer, generating on request.")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser = side_parser("jaxinfer, generating on request.")
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--context", type=int, default=1024)
     options = parser.parse_args()
     answers = answers_only()
     import jax

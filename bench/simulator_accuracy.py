@@ -97,20 +97,6 @@ def simulate(steps: dict[str, Any], config: SchedulerConfig, buckets: Buckets, w
     return recorder.timeline()
 
 
-def buckets_of(config: SchedulerConfig, vocab_size: int) -> Buckets:
-    """The batch shapes that the engine's runner has."""
-    limits = RunnerLimits(
-        max_slots=config.max_slots,
-        page_size=config.page_size,
-        num_pages=config.num_pages,
-        max_context=config.max_context,
-        max_batched_tokens=config.max_batched_tokens,
-        max_prefill_rows=config.max_prefill_rows or config.max_slots,
-        vocab_size=vocab_size,
-    )
-    return buckets_for(limits)
-
-
 def figures(timeline: Timeline, config: SchedulerConfig) -> Summary:
     return summarize(timeline, Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens))
 
@@ -162,7 +148,8 @@ def main() -> int:
         runs.append(measure_steps(options.model, options.rounds))
     steps, predictions, summaries = median_steps(runs), [], {}
     for name, (workload, run) in served.items():
-        predicted = figures(simulate(steps, run.config, buckets_of(run.config, vocab_size), workload), run.config)
+        buckets = buckets_for(RunnerLimits.of_scheduler(run.config, vocab_size))
+        predicted = figures(simulate(steps, run.config, buckets, workload), run.config)
         measured = figures(run.timeline, run.config)
         predictions += compare(name, predicted, measured)
         summaries[name] = {"predicted": asdict(predicted), "measured": asdict(measured)}

@@ -22,6 +22,7 @@ from simulator_accuracy import Prediction
 from jaxinfer.core.latency import Distribution, Summary
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.workload import Workload, WorkloadRequest
+from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
 # --- compare_serving -------------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ def test_a_simulation_by_measured_steps(ahead):
     )  # fmt: skip
     workload = Workload((WorkloadRequest("0", 0.0, (1,) * 64, 4),))
     times = simulator_accuracy.median_steps([steps(1.0), steps(3.0)])
-    buckets = simulator_accuracy.buckets_of(config, 100)
+    buckets = buckets_for(RunnerLimits.of_scheduler(config, 100))
     summary = simulator_accuracy.figures(simulator_accuracy.simulate(times, config, buckets, workload), config)
     assert summary.ttft is not None
     assert summary.itl is not None

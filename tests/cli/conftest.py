@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -83,3 +85,22 @@ def standard_input(monkeypatch):
         monkeypatch.setattr(sys, "stdin", TextInput(content, terminal=terminal))
 
     return replace
+
+
+@pytest.fixture
+def ctrl_c_in_round(monkeypatch):
+    """Press Ctrl-C when the engine's nth round begins; gives a list that has an entry for each round begun."""
+
+    def at(number: int) -> list[int]:
+        real_step, steps = Engine.step, []
+
+        def step(engine):
+            steps.append(1)
+            if len(steps) == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            return real_step(engine)
+
+        monkeypatch.setattr(Engine, "step", step)
+        return steps
+
+    return at

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 from tiny_model import SMALL
@@ -79,16 +77,8 @@ def test_a_question_that_did_not_fit_is_forgotten(chat):
     assert asked == ["user: Hi\nassistant: "]
 
 
-def test_ctrl_c_stops_the_answer_only(chat, monkeypatch):
-    real_step, steps = Engine.step, []
-
-    def step(engine):
-        steps.append(1)
-        if len(steps) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real_step(engine)
-
-    monkeypatch.setattr(Engine, "step", step)
+def test_ctrl_c_stops_the_answer_only(chat, ctrl_c_in_round):
+    ctrl_c_in_round(2)
     code, _, _, asked = chat("Hi", "Yo", options=("--max-tokens", "20", "--ignore-eos"))
     assert code == 0
     assert len(asked) == 2

@@ -181,17 +181,9 @@ def test_the_engine_is_sized_for_the_job(generate, engine_builds, tiny_model):
 
 
 @pytest.mark.parametrize("prompts", [["one"], ["one", "two", "three"]])
-def test_ctrl_c_keeps_what_there_is(generate, objects, monkeypatch, prompts):
+def test_ctrl_c_keeps_what_there_is(generate, objects, ctrl_c_in_round, prompts):
     complete = objects(*prompts, "--max-tokens", "20", "--ignore-eos")
-    real_step, steps = Engine.step, []
-
-    def step(engine):
-        steps.append(1)
-        if len(steps) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real_step(engine)
-
-    monkeypatch.setattr(Engine, "step", step)
+    steps = ctrl_c_in_round(4)
     before = signal.getsignal(signal.SIGINT)
     code, out, err = generate(*prompts, "--max-tokens", "20", "--ignore-eos")
     assert code == 130
@@ -337,16 +329,8 @@ def test_a_trace_and_a_report_of_a_run(generate, tmp_path, prompts):
     assert "KV pages" in text
 
 
-def test_an_interrupted_run_leaves_its_trace(generate, monkeypatch, tmp_path):
-    real_step, steps = Engine.step, []
-
-    def step(engine):
-        steps.append(1)
-        if len(steps) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real_step(engine)
-
-    monkeypatch.setattr(Engine, "step", step)
+def test_an_interrupted_run_leaves_its_trace(generate, ctrl_c_in_round, tmp_path):
+    ctrl_c_in_round(4)
     code, _, _ = generate("one", "--max-tokens", "20", "--ignore-eos", "--trace", str(tmp_path / "out.json"))
     assert code == 130
     names = [event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]]

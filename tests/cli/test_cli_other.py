@@ -165,6 +165,7 @@ class Presser:
                 raise
 
 sys.meta_path.insert(0, Presser())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with Ctrl-C ignored
 sys.exit(main(["info"]))
 """
 

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from test_core_prefix_cache import run_round
 
 from jaxinfer.core.request import Request, RequestRefused
 from jaxinfer.core.sampling_params import SamplingParams
@@ -19,14 +20,6 @@ NUMBERS = itertools.count()
 def request(prompt, max_tokens=1, **params):
     chosen = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
     return Request(f"r{next(NUMBERS)}", tuple(prompt), chosen, 7, (), 0.0)
-
-
-def run_round(scheduler, token=5, failed=()):
-    work = scheduler.schedule()
-    slots = [*work.decodes, *(row.slot for row in work.prefills if row.sample)]
-    scheduler.commit(work, StepResult({slot: SampledToken(token) for slot in slots}, {}, frozenset(failed)))
-    scheduler.check_integrity()
-    return work
 
 
 def serve(scheduler, *requests, token=5):

@@ -54,6 +54,18 @@ def test_names_depend_on_tokens_order_everything_before_and_the_root():
     assert len(set(roots)) == 4
 
 
+def test_pages_that_a_round_on_the_device_fills_are_waited_for():
+    scheduler = Scheduler(replace(CONFIG, max_rounds_in_flight=2))
+    first, second = request(PROMPT, 4), request(PROMPT, 4)
+    scheduler.add(first)
+    filling = scheduler.schedule()
+    scheduler.add(second)
+    assert scheduler.schedule().prefills == ()  # it would compute again what is on its way
+    scheduler.commit(filling, StepResult({0: SampledToken(5)}))
+    assert [row.start for row in scheduler.schedule().prefills] == [len(PROMPT) - 1]
+    scheduler.check_integrity()
+
+
 def test_a_prompt_sent_three_times_computes_only_its_last_token_and_hits_do_not_shrink():
     scheduler = Scheduler(CONFIG)
     requests = [request(PROMPT[:8]) for _ in range(3)]

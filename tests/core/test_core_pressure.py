@@ -253,3 +253,19 @@ def test_without_chunks_what_was_preempted_and_outgrew_a_round_is_computed_in_pi
         scheduler.add(request(name))
     assert run_all(scheduler) == ["a", "b"]
     assert scheduler.counts.preemptions == 1
+
+
+def test_a_preempted_sequence_waits_for_the_token_that_is_on_its_way():
+    scheduler = Scheduler(replace(CONFIG, num_pages=6, max_rounds_in_flight=7))  # 5 pages; each comes to need 4
+    for name in "ab":
+        scheduler.add(request(name))
+    works = [scheduler.schedule() for _ in range(6)]
+    assert names(scheduler.running) == ["a"]  # it took the pages of b, whose first token is still on its way
+    scheduler.cancel("a")
+    assert scheduler.schedule().is_empty  # there is room, but what b must compute is not known yet
+    scheduler.commit(works[0], StepResult({slot: SampledToken(50 + slot) for slot in (0, 1)}))
+    (again,) = scheduler.schedule().prefills
+    assert again.token_ids[-1] == 51
+    for work in works[1:]:
+        scheduler.commit(work, StepResult({}))
+    scheduler.check_integrity()

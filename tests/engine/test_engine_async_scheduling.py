@@ -119,3 +119,15 @@ def test_what_the_device_waits_for_and_what_the_host_hides_are_told_apart():
     assert all(r.host_start <= r.dispatched and r.start <= r.end <= r.host_end for r in rounds)
     for earlier, later in itertools.pairwise(rounds):
         assert later.dispatched <= earlier.end <= later.start  # the device runs one round at a time
+
+
+def test_nobody_waits_for_a_round_that_was_computed_for_nothing():
+    runner = Logged()
+    engine = Engine(runner, FakeTokenizer())
+    engine.add_request("a", "abcd", SamplingParams(max_tokens=30, seed=5))
+    run(engine)
+    dispatched = len(runner.history)
+    assert ("read", dispatched) not in runner.log
+    engine.add_request("b", "bcd", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [len(output.outputs[0].token_ids) for output in engine.step()] == [1]
+    assert runner.log[-1] == ("read", dispatched + 1)

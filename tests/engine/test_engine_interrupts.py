@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -194,7 +195,39 @@ def test_an_interrupted_recovery_is_done_again():
     assert "f" not in check_afterwards(engine, outputs)
 
 
+def test_a_last_output_that_was_handed_out_is_not_handed_out_again():
+    class Interrupting(dict):
+        """Is interrupted before it forgets its first key."""
+
+        def __delitem__(self, key):
+            failures, self.failures = self.failures, 0
+            if failures:
+                raise KeyboardInterrupt
+            super().__delitem__(key)
+
+    now = [0.0]
+    engine, outputs = started_engine(FakeRunner(LIMITS), 2, lambda: now[0])
+    now[0] = 1000.0  # a, which runs, and e, which waits, are late
+    engine._states = Interrupting(engine._states)
+    engine._states.failures = 1
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    outputs += drain(engine)
+    ends = [output.request_id for output in outputs if output.finished]
+    assert sorted(ends) == sorted(PROMPTS)
+
+
 # Ctrl-C
+
+
+@contextmanager
+def python_handler():
+    """Python's own handler of SIGINT, whatever the test run has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_waits_for_the_round_and_loses_no_output():
@@ -202,15 +235,12 @@ def test_ctrl_c_waits_for_the_round_and_loses_no_output():
         if len(runner.history) == 4:
             signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with python_handler():
         runner = FakeRunner(LIMITS, press)
         engine, outputs = started_engine(runner, 2)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert check_afterwards(engine, outputs) == set()
 
 
@@ -220,14 +250,11 @@ def test_a_second_ctrl_c_interrupts_the_round():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with python_handler():
         runner = FakeRunner(LIMITS, press)
         engine, outputs = started_engine(runner, 2)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert check_afterwards(engine, outputs)
 
 

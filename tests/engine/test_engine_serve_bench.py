@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.core.observer import Observers, SequenceFinished
-from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.simulator import Simulator, one_tick
 from jaxinfer.core.timeline import TimelineRecorder
 from jaxinfer.core.workload import Workload, WorkloadRequest, WorkloadSpec, random_workload
@@ -57,17 +56,8 @@ def served(workload: Workload, limits: FakeLimits, **policies):
     return recorder.timeline(), refused
 
 
-def simulated(workload: Workload, limits: FakeLimits, *, async_scheduling: bool, **policies):
-    config = SchedulerConfig(
-        max_slots=limits.max_slots,
-        page_size=limits.page_size,
-        num_pages=limits.num_pages,
-        max_context=limits.max_context,
-        max_batched_tokens=limits.max_batched_tokens,
-        max_prefill_rows=limits.max_prefill_rows,
-        max_rounds_in_flight=2 if async_scheduling else 1,
-        **policies,
-    )
+def simulated(workload: Workload, limits: FakeLimits, **policies):
+    config = Engine(FakeRunner(limits), FakeTokenizer(), **policies).scheduler.config
     recorder = TimelineRecorder()
     refused = Simulator(config, one_tick, recorder).run(workload)
     return recorder.timeline(), refused

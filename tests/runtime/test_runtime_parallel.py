@@ -110,38 +110,26 @@ def test_four_devices_answer_as_one(tied: bool, kv_dtype: str, part: float, arch
     assert done.stdout.strip() == "equal", done.stderr[-3000:]
 
 
+SMALL = DecoderConfig(
+    vocab_size=96,
+    hidden_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    intermediate_size=64,
+    max_positions=64,
+    norm_eps=1e-5,
+    ropes=(RopeConfig(1e4, 8),),
+    windows=(None,),
+)
+
+
 def test_heads_that_cannot_be_cut_evenly_are_refused():
-    config = DecoderConfig(
-        vocab_size=96,
-        hidden_size=48,
-        num_layers=1,
-        num_heads=6,
-        num_kv_heads=3,
-        head_dim=8,
-        intermediate_size=64,
-        max_positions=64,
-        norm_eps=1e-5,
-        ropes=(RopeConfig(1e4, 8),),
-        windows=(None,),
-    )
     with pytest.raises(ValueError, match="3 key/value heads cannot be cut evenly over 2 devices"):
-        check_divisible(config, 2)
+        check_divisible(SMALL.replace(num_heads=6, num_kv_heads=3), 2)
 
 
 def test_experts_that_cannot_be_cut_evenly_are_refused():
-    config = DecoderConfig(
-        vocab_size=96,
-        hidden_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=8,
-        intermediate_size=64,
-        max_positions=64,
-        norm_eps=1e-5,
-        ropes=(RopeConfig(1e4, 8),),
-        windows=(None,),
-        moe=MoEConfig(4, 2, 18, (True,)),
-    )
     with pytest.raises(ValueError, match="18 inner features of an expert cannot be cut evenly over 4 devices"):
-        check_divisible(config, 4)
+        check_divisible(SMALL.replace(moe=MoEConfig(4, 2, 18, (True,))), 4)

@@ -126,6 +126,19 @@ def tensor_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> QuantizedT
     return QuantizedTensor(values, scales, minimums, bits, group)
 
 
+def test_auto_is_float_on_a_cpu_and_as_stored_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_checkpoint(GOLDEN / "llama") as checkpoint:
+        family, config = family_of(checkpoint.config), decoder_config(checkpoint)
+    names = [f"model.layers.{layer}.mlp.gate_proj.weight" for layer in range(config.num_layers)]
+    tensors = {name: tensor_of("Q6_K", config.intermediate_size, config.hidden_size) for name in names}
+    fake: Any = FakeCheckpoint(tensors, dict.fromkeys(names, "Q6_K"))
+    stored = weight_formats(fake, family, config, "stored")
+    assert [path for path, _ in stored] == ["layers_0/mlp/gate/kernel", "layers_1/mlp/gate/kernel"]
+    assert weight_formats(fake, family, config, "auto") == ()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert weight_formats(fake, family, config, "auto") == stored
+
+
 FILE_KINDS = [
     ("Q8_0", "Q8_0", WeightFormat(8, 32)),
     ("Q4_0", "Q4_0", WeightFormat(4, 32)),

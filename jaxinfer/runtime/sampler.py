@@ -157,10 +157,9 @@ def sample(state: SamplerState, logits: jax.Array, slots: jax.Array) -> tuple[Sa
     """
     settings = _rows(state.settings, slots)
     used = slots < state.last_token.shape[0]
-    edited = jax.lax.cond(jnp.any(settings.edits), lambda: _edit(state, settings, logits, slots), lambda: logits)
-    ids = argmax(edited)
-    draws = settings.temperature > 0
-    ids = jax.lax.cond(jnp.any(draws), lambda: jnp.where(draws, _draw(settings, edited), ids), lambda: ids)
+    plain = ~jnp.any(settings.edits | (settings.temperature > 0))
+    # Where nobody asks for more, the logits need not leave a branch: a copy of them takes longer than the choice.
+    ids = jax.lax.cond(plain, lambda: argmax(logits), lambda: _choose(state, settings, logits, slots))
     wanted = jnp.any(settings.logprobs & used)
     sampled = jax.lax.cond(wanted, lambda: report(logits, ids), lambda: _no_report(logits, ids))
     new_sampled = state.settings.sampled.at[slots].add(1, mode="drop")
@@ -173,6 +172,13 @@ def sample(state: SamplerState, logits: jax.Array, slots: jax.Array) -> tuple[Sa
         bias=state.bias,
     )
     return sampled, new_state
+
+
+def _choose(state: SamplerState, settings: SlotSettings, logits: jax.Array, slots: jax.Array) -> jax.Array:
+    """Token i32[R] of every row, with edits and draws."""
+    edited = jax.lax.cond(jnp.any(settings.edits), lambda: _edit(state, settings, logits, slots), lambda: logits)
+    ids, draws = argmax(edited), settings.temperature > 0
+    return jax.lax.cond(jnp.any(draws), lambda: jnp.where(draws, _draw(settings, edited), ids), lambda: ids)
 
 
 def report(logits: jax.Array, ids: jax.Array) -> Sampled:

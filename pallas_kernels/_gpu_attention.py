@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pages import KVPages, is_quantized
+from pallas_kernels.pages import NOT_JOINED, KVPages, is_quantized
 from pallas_kernels.spec import AttentionSpec
 
 LOG2E = math.log2(math.e)
@@ -117,6 +117,8 @@ def unsupported_attention(q: Any, pages: KVPages, spec: AttentionSpec) -> str | 
     here = unsupported_here()
     if here is not None:
         return here
+    if pages.apart:
+        return NOT_JOINED
     if spec.values_in_keys:
         return "The Mosaic GPU kernels read keys and values from lanes of their own, but here values lie in keys."
     q_dtype, page_dtype = jnp.dtype(q.dtype), jnp.dtype(pages.data.dtype)

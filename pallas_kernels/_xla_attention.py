@@ -17,8 +17,10 @@ from pallas_kernels.spec import AttentionSpec
 
 BLOCK_POSITIONS = 128
 """Positions of a row gathered at a time: enough to amortize the loop."""
-BLOCK_ROWS_TIMES_POSITIONS = 1024
+BLOCK_ROWS_TIMES_POSITIONS = 2048
 """Positions of all rows gathered at a time on a CPU: few enough to stay in a core's cache."""
+FEW_QUERIES = 8
+"""Up to so many queries of a key/value head are few: see `_better_by_sums`."""
 MASKED = -1e30
 """Score of an invisible position: finite, so that a row that sees nothing yields no NaN."""
 _EXACT = jax.lax.Precision.HIGHEST  # accelerators would otherwise round float32 operands
@@ -55,10 +57,17 @@ def gather_block(pages: KVPages, page_ids: jax.Array, spec: AttentionSpec) -> tu
     head_ids = jnp.arange(pages.kv_heads)
     flat_ids = (page_ids[:, None, :] * pages.kv_heads + head_ids[None, :, None]).reshape(-1)
     # One row per page and head: XLA's CPU gather is quick only when it copies long rows of a matrix.
-    flat = pages.data.reshape(pages.num_pages * pages.kv_heads, pages.page_size * pages.width)
-    rows = flat.at[flat_ids].get(mode="promise_in_bounds")
-    rows = rows.reshape(batch, pages.kv_heads, -1, pages.width)
-    k, v = (part.astype(jnp.float32) for part in spec.split_rows(rows))
+    row = pages.page_size * pages.data.shape[-1]
+    flat = pages.data.reshape(-1, row)
+
+    def gather(ids: jax.Array) -> jax.Array:
+        return flat.at[ids].get(mode="promise_in_bounds").reshape(batch, pages.kv_heads, -1, pages.data.shape[-1])
+
+    if pages.apart:
+        parts = gather(2 * flat_ids), gather(2 * flat_ids + 1)
+    else:
+        parts = spec.split_rows(gather(flat_ids))
+    k, v = (part.astype(jnp.float32) for part in parts)
     if pages.scales is None:
         return k, v
     scales = pages.scales[page_ids].transpose(2, 0, 3, 1, 4)  # [2, B, kv_heads, n, page_size]
@@ -83,8 +92,12 @@ def add_block(
     q: f32[B, kv_heads, queries, k_dim], scaled. k: f32[B, kv_heads, positions, k_dim]. v: f32[.., v_dim], finite.
     visible: bool, broadcastable to [B, kv_heads, queries, positions].
     """
-    # Keys on the left: for few queries, XLA's CPU product reads them twice as fast that way.
-    scores = jnp.einsum("bhtd,bhqd->bhtq", k, q, precision=_EXACT).swapaxes(2, 3)
+    by_sums = _better_by_sums(q)
+    if by_sums:
+        scores = (k[:, :, None] * q[:, :, :, None]).sum(-1)
+    else:
+        # Keys on the left: for few queries, XLA's CPU product reads them twice as fast that way.
+        scores = jnp.einsum("bhtd,bhqd->bhtq", k, q, precision=_EXACT).swapaxes(2, 3)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, MASKED)
@@ -92,11 +105,21 @@ def add_block(
     decay = jnp.exp(partial.largest - largest)
     # While a row has seen nothing, largest is MASKED and exp(0) would count the invisible; the mask keeps them at 0.
     weights = jnp.where(visible, jnp.exp(scores - largest[..., None]), 0)
-    return Partial(
-        largest,
-        partial.total * decay + weights.sum(-1),
-        partial.weighted * decay[..., None] + jnp.einsum("bhqt,bhtd->bhqd", weights, v, precision=_EXACT),
-    )
+    if by_sums:
+        weighted = (v[:, :, None] * weights[..., None]).sum(3)
+    else:
+        weighted = jnp.einsum("bhqt,bhtd->bhqd", weights, v, precision=_EXACT)
+    return Partial(largest, partial.total * decay + weights.sum(-1), partial.weighted * decay[..., None] + weighted)
+
+
+def _better_by_sums(q: jax.Array) -> bool:
+    """Whether few queries [B, kv_heads, queries, k_dim] had better be multiplied one by one and summed.
+
+    XLA's CPU compiler reads gathered pages as they lie for that, and copies them to another shape for a product of
+    matrices, at 64 features up to 1.5 times as slow. Of a single row or query it makes a slow loop instead.
+    """
+    rows, _, queries, _ = q.shape
+    return current_platform() == "cpu" and rows > 1 and 1 < queries <= FEW_QUERIES
 
 
 def finish(partial: Partial) -> jax.Array:

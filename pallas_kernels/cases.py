@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.kv_write import oracle as kv_write_oracle
-from pallas_kernels.pages import KVPages, is_quantized
+from pallas_kernels.pages import KVPages, is_quantized, pool_shape
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -22,6 +22,7 @@ class AttentionCase:
     lengths: visible positions of each sequence after this call, 0 for an empty row.
     chunks: query tokens of each sequence in a prefill call; None for decode, where each sequence has one.
     dtype: of queries and of new keys and values. page_dtype: of the pool, None for `dtype`.
+    apart: whether the pages have keys and values apart.
     latent_values: features of a value, which are the first of its key's head_dim; None for values of their own.
     write: whether the call writes the new keys and values; False means that they are in the pages already.
     padding: flat tokens past the last chunk (prefill).
@@ -38,6 +39,7 @@ class AttentionCase:
     page_size: int = 16
     dtype: str = "float32"
     page_dtype: str | None = None
+    apart: bool = False
     latent_values: int | None = None
     window: int | None = None
     softcap: float | None = None
@@ -69,6 +71,11 @@ class AttentionCase:
     def row_width(self) -> int:
         """Features of a page row."""
         return self.head_dim * (2 if self.latent_values is None else 1)
+
+    @property
+    def pool_shape(self) -> tuple[int, ...]:
+        """Shape of the pages' data."""
+        return pool_shape(self.num_pages, self.kv_heads, self.page_size, self.row_width, self.apart)
 
     @property
     def pool_dtype(self) -> np.dtype:
@@ -132,7 +139,6 @@ def abstract_arguments(case: AttentionCase, sharding: jax.sharding.Sharding | No
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     dtype, rows = dtype_of(case.dtype), len(case.lengths)
-    pool = (case.num_pages, case.kv_heads, case.page_size, case.row_width)
     scales = (case.num_pages, 2, case.kv_heads, case.page_size)
     new = array((case.tokens, case.kv_heads, case.head_dim), dtype) if case.write else None
     return AttentionArguments(
@@ -140,7 +146,7 @@ def abstract_arguments(case: AttentionCase, sharding: jax.sharding.Sharding | No
         k=new,
         v=new if case.latent_values is None else None,
         pages=KVPages(
-            array(pool, case.pool_dtype),  # pyright: ignore[reportArgumentType]  # a shape stands in for the array
+            array(case.pool_shape, case.pool_dtype),  # pyright: ignore[reportArgumentType]  # a shape stands in for the array
             array(scales, np.float32) if is_quantized(case.pool_dtype) else None,  # pyright: ignore[reportArgumentType]
         ),
         page_table=array((rows, case.max_pages), np.int32),
@@ -206,9 +212,8 @@ def _deal_pages(case: AttentionCase, random: np.random.Generator) -> np.ndarray:
 
 def _poisoned_pool(case: AttentionCase) -> KVPages:
     """A pool in which any position read without being written shows in the result."""
-    data_shape = (case.num_pages, case.kv_heads, case.page_size, case.row_width)
     poison = 127 if case.pool_dtype == np.int8 else np.nan
-    data = np.full(data_shape, poison, np.float32).astype(case.pool_dtype)
+    data = np.full(case.pool_shape, poison, np.float32).astype(case.pool_dtype)
     scales = None
     if is_quantized(case.pool_dtype):
         scales = np.full((case.num_pages, 2, case.kv_heads, case.page_size), np.nan, np.float32)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.pages import QUANTIZED_MAX, KVPages, is_quantized, quantize_rows
+from pallas_kernels.pages import NOT_JOINED, QUANTIZED_MAX, KVPages, is_quantized, quantize_rows
 from pallas_kernels.spec import AttentionSpec
 
 LANES = 128
@@ -126,6 +126,8 @@ def compute_dtype(q_dtype: Any, page_dtype: Any) -> Any:
 
 def pages_reason(pages: KVPages) -> str | None:
     """Why the TPU kernels cannot take pages of this shape, in a sentence; None when they can."""
+    if pages.apart:
+        return NOT_JOINED
     dtype = np.dtype(pages.data.dtype).name
     if dtype not in ("bfloat16", "float32", *QUANTIZED_MAX):
         return f"The TPU kernels take bfloat16, float32, int8 and float8_e4m3fn pages, but these are {dtype}."

@@ -18,6 +18,7 @@ from pallas_kernels.dispatch import AUTO, choose_for
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
+from pallas_kernels.pages import pool_shape
 
 OPERATIONS = DECODE, PREFILL, WRITE = ("paged_decode", "paged_prefill", "kv_write")
 MOST_LONE_TOKENS = 64
@@ -234,14 +235,14 @@ class KernelCalls:
 
     def _random_pool(self, key: jax.Array) -> KVPages:
         shape = self.shape
-        sizes = (self.num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim)
+        apart = jax.default_backend() == "cpu"
+        sizes = pool_shape(self.num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim, apart)
         return random_pages(key, sizes, shape.pool_dtype)
 
 
 def random_pages(key: jax.Array, shape: Sequence[int], dtype: str) -> KVPages:
     """Pages of random numbers of about unit size: zeros could run faster than real data does."""
-    pages, kv_heads, page_size, _ = shape
     if jnp.dtype(dtype).itemsize > 1:
         return KVPages(jax.random.normal(key, shape, jnp.dtype(dtype)), None)
     data = jax.random.randint(key, shape, -100, 101, jnp.int8).astype(jnp.dtype(dtype))
-    return KVPages(data, jnp.full((pages, 2, kv_heads, page_size), 0.01, jnp.float32))
+    return KVPages(data, jnp.full((shape[0], 2, shape[1], shape[-2]), 0.01, jnp.float32))

@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmul import QuantizedWeight, is_quantized_weight
 
 _HEADS = PartitionSpec(None, MODEL_AXIS, None)
 _PAGES = KVPages(
-    PartitionSpec(None, MODEL_AXIS, None, None),  # pyright: ignore[reportArgumentType]  # specs in place of arrays
+    PartitionSpec(None, MODEL_AXIS),  # pyright: ignore[reportArgumentType]  # specs in place of arrays
     PartitionSpec(None, None, MODEL_AXIS, None),  # pyright: ignore[reportArgumentType]
 )
 _WHOLE_PAGES = KVPages(PartitionSpec(), PartitionSpec())  # pyright: ignore[reportArgumentType]

@@ -92,7 +92,9 @@ def init_state(
     if num_slots < 1 or max_context < 1:
         raise ValueError(f"num_slots and max_context must be at least 1, not {num_slots} and {max_context}.")
     dtype, width = jnp.dtype(config.page_dtype), page_row_dim(config)
-    kv = tuple(empty_pages(num_pages, config.num_kv_heads, page_size, width, dtype) for _ in range(config.num_layers))
+    apart = current_platform() == "cpu" and config.row_dim == 2 * config.head_dim
+    sizes = (num_pages, config.num_kv_heads, page_size, width, dtype)
+    kv = tuple(empty_pages(*sizes, apart=apart) for _ in range(config.num_layers))
     max_pages = -(-max_context // page_size)
     return EngineState(kv, jnp.zeros((num_slots, max_pages), jnp.int32), jnp.zeros((num_slots,), jnp.int32))
 

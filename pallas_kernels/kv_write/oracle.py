@@ -13,19 +13,20 @@ def kv_write(k: np.ndarray, v: np.ndarray | None, pages: KVPages, page_ids: np.n
     data = np.array(pages.data)
     scales = None if pages.scales is None else np.array(pages.scales)
     k_dim = k.shape[-1]
+    keys, values = (data[:, :, 0], data[:, :, 1]) if pages.apart else (data[..., :k_dim], data[..., k_dim:])
     for token, (page, offset) in enumerate(zip(page_ids, offsets, strict=True)):
         if page == 0:
             continue
         key = np.asarray(k[token], np.float32)
         if scales is not None:
             key, scales[page, :, :, offset] = quantize(key, data.dtype)
-        data[page, :, offset, :k_dim] = key.astype(data.dtype)
+        keys[page, :, offset] = key.astype(data.dtype)
         if v is None:
             continue
         value = np.asarray(v[token], np.float32)
         if scales is not None:
             value, scales[page, 1, :, offset] = quantize(value, data.dtype)
-        data[page, :, offset, k_dim:] = value.astype(data.dtype)
+        values[page, :, offset] = value.astype(data.dtype)
     return KVPages(data, scales)  # pyright: ignore[reportArgumentType]  # numpy arrays stand in for device arrays
 
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._gpu_attention import LANE, unsupported_here
-from pallas_kernels.pages import KVPages, quantize_rows
+from pallas_kernels.pages import NOT_JOINED, KVPages, quantize_rows
 
 # Shared-memory addresses of copies are multiples of 128 bytes, and so are the bytes of a copy that is waited for
 # (the 128 threads share them out). Rows that are not, as a lone head of 80 features, are padded before the kernel.
@@ -33,6 +33,8 @@ def unsupported(k: Any, v: Any, pages: KVPages, page_ids: Any, offsets: Any) -> 
     here = unsupported_here()
     if here is not None:
         return here
+    if pages.apart:
+        return NOT_JOINED
     if v is None:
         return "The Mosaic GPU kernel writes keys and values side by side, but here values lie in keys."
     item = jnp.dtype(pages.data.dtype).itemsize

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.cases import dtype_of
-from pallas_kernels.pages import KVPages, is_quantized
+from pallas_kernels.pages import KVPages, is_quantized, pool_shape
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class WriteCase:
     """One shape of `kv_write`.
 
     runs: (first position, tokens) of each sequence's run. padding: tokens aimed at page 0 after them.
+    apart: whether the pages have keys and values apart.
     shuffle: tokens in random order, so that neighbours in a page come far apart.
     """
 
@@ -26,6 +27,7 @@ class WriteCase:
     page_size: int = 16
     dtype: str = "float32"
     page_dtype: str | None = None
+    apart: bool = False
     padding: int = 0
     shuffle: bool = False
     slow: bool = False
@@ -80,8 +82,8 @@ def build_arguments(case: WriteCase, seed: int = 0) -> tuple[np.ndarray, np.ndar
     if case.shuffle:
         order = random.permutation(case.tokens)
         ids, offsets, new = ids[order], offsets[order], new[:, order]
-    pool_shape = (case.num_pages, case.kv_heads, case.page_size, 2 * case.head_dim)
-    data = (random.normal(size=pool_shape) * 20).astype(case.pool_dtype)
+    shape = pool_shape(case.num_pages, case.kv_heads, case.page_size, 2 * case.head_dim, case.apart)
+    data = (random.normal(size=shape) * 20).astype(case.pool_dtype)
     scales = None
     if is_quantized(case.pool_dtype):
         scales = random.uniform(size=(case.num_pages, 2, case.kv_heads, case.page_size)).astype(np.float32)

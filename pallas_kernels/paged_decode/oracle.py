@@ -65,8 +65,8 @@ def read_positions(
     keys, values = [], []
     for position in positions:
         page, offset = page_row[position // pages.page_size], position % pages.page_size
-        row = np.asarray(pages.data[page, :, offset], np.float32)
-        key, value = spec.split_rows(row)
+        row = np.asarray(pages.data[page, ..., offset, :], np.float32)
+        key, value = (row[:, 0], row[:, 1]) if pages.apart else spec.split_rows(row)
         if pages.scales is not None:
             key = key * np.asarray(pages.scales[page, 0, :, offset])[:, None]
             value = value * np.asarray(pages.scales[page, 1, :, offset])[:, None]

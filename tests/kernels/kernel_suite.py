@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.cases import AttentionArguments, AttentionCase, on_device
+from pallas_kernels.kv_write.specs import WriteCase
 from pallas_kernels.pages import KVPages
 from pallas_kernels.spec import AttentionSpec
 
 XLA, MOSAIC_TPU = "xla", "pallas_mosaic_tpu"
 LOWERINGS = (XLA, MOSAIC_TPU)
+_Case = TypeVar("_Case", AttentionCase, WriteCase)
 
 # Absolute error of outputs of order one: at least this share of them lies below this bound.
 OUTPUT_QUANTILES = {
@@ -30,6 +32,14 @@ QUANTIZED_QUANTILES = {
     "float32": ((0.5, 5e-6), (0.99, 3e-2), (1.0, 1.5e-1)),
     "bfloat16": ((0.5, 3e-3), (0.99, 3e-2), (1.0, 1.5e-1)),
 }
+
+
+def layouts(name: str, cases: Iterable[_Case]) -> Iterator[_Case]:
+    """The cases, and once more with pages that have keys and values apart where a lowering takes such."""
+    for case in cases:
+        yield case
+        if name == XLA and getattr(case, "latent_values", None) is None:
+            yield dataclasses.replace(case, apart=True)
 
 
 def oracle(operation: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import kernel_suite as suite
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 from pallas_kernels.cases import AttentionCase, build_arguments
 from pallas_kernels.paged_decode import specs as decode_specs
 from pallas_kernels.paged_prefill import specs as prefill_specs
-from pallas_kernels.pages import is_quantized
+from pallas_kernels.pages import NOT_JOINED, is_quantized
 
 CASES = {"paged_decode": decode_specs.CASES, "paged_prefill": prefill_specs.CASES}
-# Interpret mode takes seconds a case: those that together touch every path of the TPU kernels run by default.
-QUICK_ON_TPU = {
+# Interpret mode takes seconds a case: those that together touch every path of the TPU kernels run by default, and so do
+# those again whose pages have keys and values apart.
+QUICK = {
     "paged_decode": {
         "ragged",
         "bf16",
@@ -38,10 +40,14 @@ def parameters() -> list:
     found = []
     for operation, cases in CASES.items():
         for name in suite.LOWERINGS:
-            for case in cases:
-                slow = case.slow or (name == suite.MOSAIC_TPU and case.name not in QUICK_ON_TPU[operation])
+            for case in suite.layouts(name, cases):
+                slow = case.slow or ((name == suite.MOSAIC_TPU or case.apart) and case.name not in QUICK[operation])
                 marks = [pytest.mark.slow] if slow else []
-                found.append(pytest.param(operation, name, case, id=f"{operation}-{name}-{case.name}", marks=marks))
+                found.append(
+                    pytest.param(
+                        operation, name, case, id=f"{operation}-{name}-{case.name}{'-apart' * case.apart}", marks=marks
+                    )
+                )
     return found
 
 
@@ -115,6 +121,36 @@ def test_the_oracle_agrees_with_dense_attention() -> None:
     weights = np.exp(scores)
     weights /= weights.sum(-1, keepdims=True) + np.exp(arguments.sinks)[:, None, None]
     np.testing.assert_allclose(out, np.einsum("hij,jhd->ihd", weights, v), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [suite.MOSAIC_TPU, "pallas_mosaic_gpu"])
+def test_pallas_kernels_say_that_they_need_keys_and_values_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pallas_kernels._gpu_attention.unsupported_here", lambda: None)
+    monkeypatch.setattr("pallas_kernels.kv_write.pallas_mosaic_gpu.unsupported_here", lambda: None)
+    case = AttentionCase("apart", lengths=(20, 5), chunks=(7, 5), apart=True, head_dim=128, dtype="bfloat16")
+    arguments = build_arguments(case)
+    decode = dataclasses.replace(arguments, query_starts=None, q=arguments.q[:2])
+    calls = {
+        "paged_decode": decode.positional(case.spec),
+        "paged_prefill": arguments.positional(case.spec),
+        "kv_write": (arguments.k, arguments.v, arguments.pages, arguments.lengths, arguments.lengths),
+    }
+    for operation, call in calls.items():
+        module = importlib.import_module(f"pallas_kernels.{operation}.{name}")
+        assert module.unsupported(*call) == NOT_JOINED, operation
+
+
+@pytest.mark.parametrize("page_dtype", [None, "int8"])
+def test_the_oracle_finds_the_same_keys_and_values_in_pages_that_have_them_apart(page_dtype: str | None) -> None:
+    joined = AttentionCase("joined", lengths=(20, 5), chunks=(7, 5), page_dtype=page_dtype)
+    found = {}
+    for case in (joined, dataclasses.replace(joined, apart=True)):
+        out, pages = suite.oracle("paged_prefill")(*build_arguments(case).positional(case.spec))
+        found[case.apart] = out, pages.data
+    width = joined.head_dim
+    np.testing.assert_array_equal(found[True][0], found[False][0])
+    np.testing.assert_array_equal(found[True][1][:, :, 0], found[False][1][..., :width])
+    np.testing.assert_array_equal(found[True][1][:, :, 1], found[False][1][..., width:])
 
 
 def test_the_oracle_takes_values_from_the_beginning_of_keys() -> None:

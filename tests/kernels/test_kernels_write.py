@@ -16,15 +16,16 @@ from pallas_kernels.kv_write import specs
 from pallas_kernels.kv_write.specs import WriteCase
 from pallas_kernels.pages import KVPages
 
-QUICK_ON_TPU = {"lone_tokens", "shuffled", "bf16", "page_64", "int8", "fp8_bf16", "only_padding"}
+QUICK = {"lone_tokens", "shuffled", "bf16", "page_64", "int8", "fp8_bf16", "only_padding"}
 
 
 def parameters() -> list:
     found = []
     for name in suite.LOWERINGS:
-        for case in specs.CASES:
-            slow = case.slow or (name == suite.MOSAIC_TPU and case.name not in QUICK_ON_TPU)
-            found.append(pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if slow else []))
+        for case in suite.layouts(name, specs.CASES):
+            slow = case.slow or ((name == suite.MOSAIC_TPU or case.apart) and case.name not in QUICK)
+            identity = f"{name}-{case.name}{'-apart' * case.apart}"
+            found.append(pytest.param(name, case, id=identity, marks=[pytest.mark.slow] if slow else []))
     return found
 
 

@@ -165,9 +165,11 @@ def _sizes(options: argparse.Namespace, max_positions: int) -> TimerSizes:
 def _config(path: str, engine: EngineOptions) -> Any:
     from jaxinfer.cli._plan import read_decoder
     from jaxinfer.engine.step_times import default_dtype
+    from jaxinfer.runtime.loading import default_kv_dtype
 
     dtype = default_dtype() if engine.dtype == "auto" else engine.dtype
-    source = argparse.Namespace(config=path, model=None, dtype=dtype, kv_dtype="auto", weight_dtype=engine.weight_dtype)
+    types = {"dtype": dtype, "kv_dtype": default_kv_dtype(dtype), "weight_dtype": engine.weight_dtype}
+    source = argparse.Namespace(config=path, model=None, **types)
     return read_decoder(source).replace(attention=engine.attention)
 
 

@@ -111,7 +111,7 @@ ENGINE_FLAGS = (
     ),
     Flag(
         "kv_dtype",
-        "type of the KV cache (default: auto, that of --dtype)",
+        "type of the KV cache (default: auto, float32 on CPU and that of --dtype elsewhere)",
         str,
         None,
         (_AUTO, "float32", "bfloat16", "int8", "float8_e4m3fn"),

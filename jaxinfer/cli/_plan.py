@@ -75,7 +75,8 @@ def read_decoder(options: argparse.Namespace) -> DecoderConfig:
     from jaxinfer.models.linear import quantized_weights
     from jaxinfer.runtime.loading import decoder_config
 
-    types = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
+    kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    types = {"dtype": options.dtype, "kv_dtype": kv_dtype}
     if options.config and options.model:
         raise UserMistake("Give --model or --config, not both.")
     if options.config:

@@ -59,7 +59,7 @@ class EngineOptions:
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
     weight_dtype: "auto" is "float" on CPU, else "stored". "stored": quantized GGUF weights stay so; "float": all in
         dtype; "int8" or "int4": rounded when they are loaded (see `jaxinfer.models.linear.quantized_weights`).
-    kv_dtype: of the KV pages: "float32", "bfloat16", "int8", "float8_e4m3fn" or "auto" (dtype).
+    kv_dtype: of the KV pages: "float32", "bfloat16", "int8", "float8_e4m3fn" or "auto" (float32 on CPU, else dtype).
     attention: lowering of the attention kernels, "auto" or a name of `pallas_kernels.dispatch.LOWERINGS`.
     mode: "continuous" batching, or "static" waves, to compare with.
     policy: "fcfs", first come, first served, or "priority", the lowest priority number first.

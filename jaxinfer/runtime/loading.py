@@ -24,7 +24,8 @@ def decoder_config(
 ) -> DecoderConfig:
     """The decoder that a checkpoint describes.
 
-    dtype: "float32", "bfloat16" or "auto": float32 on CPU, elsewhere bfloat16. kv_dtype, attention: see DecoderConfig.
+    dtype: "float32", "bfloat16" or "auto": float32 on CPU, elsewhere bfloat16. kv_dtype, attention: see DecoderConfig;
+    a kv_dtype of "auto" is `default_kv_dtype`.
     weight_dtype: one of WEIGHT_DTYPES.
     Raises ModelError when the checkpoint describes no model that this engine runs.
     """
@@ -32,8 +33,18 @@ def decoder_config(
     config = family.decoder(checkpoint.config)
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if kv_dtype == "auto":
+        kv_dtype = default_kv_dtype(dtype)
     config = config.replace(dtype=dtype, kv_dtype=kv_dtype, attention=attention)
     return config.replace(weights=weight_formats(checkpoint, family, config, weight_dtype))
+
+
+def default_kv_dtype(dtype: str) -> str:
+    """Type of the KV pages of a model in `dtype` on the default device.
+
+    float32 on a CPU, where XLA would convert whole pools of bfloat16 to it and back in every layer of every step.
+    """
+    return "float32" if jax.default_backend() == "cpu" else dtype
 
 
 def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Progress | None = None) -> Params:

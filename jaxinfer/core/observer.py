@@ -126,6 +126,7 @@ class RoundFinished:
         waiting, running: sequences without and with a slot once the round was scheduled.
         pages: the pool then, the pages taken for the round included.
         host_pages: pages that host memory kept then.
+        failed: slots that got no token because their logits were not finite numbers.
     """
 
     host_start: float
@@ -139,17 +140,19 @@ class RoundFinished:
     running: int
     pages: PoolUsage
     host_pages: int = 0
+    failed: frozenset[int] = frozenset()
 
     def steps(self) -> Iterator[SequenceStep]:
         """What the round did, sequence by sequence, decodes first."""
         for slot in self.work.decodes:
             if slot in self.owners:
-                yield SequenceStep("decode", self.owners[slot], slot, 0, 1, True)
+                yield SequenceStep("decode", self.owners[slot], slot, 0, 1, slot not in self.failed)
         entered = {setup.slot for setup in self.work.slot_setups}
         for row in self.work.prefills:
             if row.slot in self.owners:
                 cached = row.start if row.slot in entered else 0
-                yield SequenceStep("prefill", self.owners[row.slot], row.slot, cached, len(row.token_ids), row.sample)
+                sampled = row.sample and row.slot not in self.failed
+                yield SequenceStep("prefill", self.owners[row.slot], row.slot, cached, len(row.token_ids), sampled)
 
 
 Event: TypeAlias = RequestQueued | SequencePreempted | SequenceFinished | RoundFinished

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 def root_hash(model_version: str, salt: str) -> bytes:
     """What every chain begins with: pages of another model, adapter or tenant never match."""
-    texts = [text.encode() for text in (model_version, salt)]
+    texts = [text.encode(errors="surrogatepass") for text in (model_version, salt)]
     return hashlib.sha256(b"".join(len(text).to_bytes(8, "little") + text for text in texts)).digest()
 
 

@@ -9,6 +9,8 @@ from jaxinfer.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 SEED_RANGE = 2**32
+_LARGEST_TIME = 2.0**63
+"""In seconds, far beyond any use."""
 DEADLINE = "deadline"
 """stop_reason of a sequence that was aborted because its deadline passed."""
 NON_FINITE = "non-finite logits"
@@ -21,7 +23,7 @@ class RequestRefused(ValueError):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt and its n sequences.
+    """One prompt and its n sequences. RequestRefused for values that no schedule can be made with.
 
     Attributes:
         request_id: unique among unfinished requests.
@@ -31,7 +33,7 @@ class Request:
         eos_ids: the model's end-of-sequence ids.
         arrival: when the request came, in seconds of the scheduler's clock.
         priority: lower goes first under the policy "priority".
-        deadline: when it ends, finished or not, in seconds of the scheduler's clock; None for never.
+        timeout_s: seconds after its arrival when it ends, finished or not; None for never.
         cache_salt: its pages are shared only with requests of the same salt.
         max_new_tokens: params.max_tokens capped at what context and cache hold; set when the scheduler accepts it.
         sequences: the n sequences.
@@ -45,15 +47,29 @@ class Request:
     eos_ids: tuple[int, ...]
     arrival: float
     priority: int = 0
-    deadline: float | None = None
+    timeout_s: float | None = None
     cache_salt: str = ""
     max_new_tokens: int = 0
     sequences: tuple[Sequence, ...] = field(init=False)
     num_unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:
+        # Queues are ordered by these: one that does not compare would be found in the middle of a change.
+        for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                wanted = "an integer" if kind is int else "a text"
+                raise RequestRefused(f"A request's {name} must be {wanted}, not {value!r}.")
+        for name, value in (("arrival", self.arrival), ("timeout_s", 0 if self.timeout_s is None else self.timeout_s)):
+            if not _is_time(value):
+                raise RequestRefused(f"A request's {name} must be a finite number of seconds, not {value!r}.")
         self.num_unfinished = self.params.n
         self.sequences = tuple(Sequence(self, i, (self.seed + i) % SEED_RANGE) for i in range(self.params.n))
+
+    @property
+    def deadline(self) -> float | None:
+        """When it ends, finished or not, in seconds of the scheduler's clock; None for never."""
+        return None if self.timeout_s is None else self.arrival + self.timeout_s
 
     @property
     def finished(self) -> bool:
@@ -130,3 +146,7 @@ class Sequence:
         if end <= len(prompt):
             return prompt[start:end]
         return (*prompt[start:], *self.output_ids[max(0, start - len(prompt)) : end - len(prompt)])
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST_TIME

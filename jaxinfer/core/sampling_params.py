@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 2**14
 _SEED_LIMIT = 2**63
 _LARGEST_PENALTY = 1e6
 """Far beyond any use, and far inside what float32 holds."""
@@ -19,7 +20,7 @@ class SamplingParams:
     A value outside its range raises ValueError with one sentence naming the parameter, the value and the range.
 
     Attributes:
-        n: number of completions of the same prompt; completion i uses seed + i.
+        n: number of completions of the same prompt, 1 .. 16384; completion i uses seed + i.
         presence_penalty: subtracted once from the logit of every token already in the output, -2 .. 2.
         frequency_penalty: subtracted once per occurrence in the output, -2 .. 2.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output, > 0.
@@ -61,7 +62,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, None)
+        _check_int("n", self.n, 1, MAX_COMPLETIONS)
         _check_float("presence_penalty", self.presence_penalty, -2, 2)
         _check_float("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_float("repetition_penalty", self.repetition_penalty, 0, _LARGEST_PENALTY, open_low=True)

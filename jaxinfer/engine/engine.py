@@ -19,7 +19,7 @@ from jaxinfer.core.step import StepResult, StepWork
 from jaxinfer.engine.interrupts import interrupts_held
 from jaxinfer.engine.output_state import RequestState
 from jaxinfer.engine.outputs import OutputKind, RequestOutput
-from jaxinfer.engine.prompts import Prompt, Tokenizer, check_params, encode_prompt
+from jaxinfer.engine.prompts import Prompt, Tokenizer, check_output_kind, check_params, encode_prompt
 
 _TOKEN_TEXTS_KEPT = 65536
 
@@ -191,14 +191,15 @@ class Engine:
 
         Raises:
             RequestRefused: (a ValueError) the prompt is empty or has ids outside the vocabulary, a parameter names such
-                an id, the request can never fit the context or the cache, or its id is in use.
+                an id, an argument is of the wrong type, the request can never fit the context or the cache, or its id
+                is in use.
         """
         params = params or SamplingParams()
         text, prompt_ids = encode_prompt(prompt, self.tokenizer, self._vocab_size)
         check_params(params, self._vocab_size)
+        check_output_kind(output_kind)
         seed = self._random.randrange(SEED_RANGE) if params.seed is None else params.seed
         now = self._clock() if arrival is None else arrival
-        deadline = None if timeout_s is None else now + timeout_s
         request = Request(
             request_id,
             prompt_ids,
@@ -207,7 +208,7 @@ class Engine:
             self._eos_ids,
             now,
             priority=priority,
-            deadline=deadline,
+            timeout_s=timeout_s,
             cache_salt=cache_salt,
         )
         state = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
@@ -278,7 +279,7 @@ class Engine:
             raise
         start, self._device_free_at = max(done.start, self._device_free_at), end
         host = done.host_start, done.dispatched
-        return RoundFinished(*host, start, end, self._clock(), done.work, owners, *done.load)
+        return RoundFinished(*host, start, end, self._clock(), done.work, owners, *done.load, result.failed)
 
     def _dispatch(self, work: StepWork, host_start: float) -> _Dispatched:
         start, pending = self._clock(), self.runner.dispatch(work)

@@ -91,6 +91,7 @@ class PrometheusMetrics:
         """Take one event."""
         match event:
             case RequestQueued():
+                self._settle()  # its id may be that of a sequence that has ended
                 for index in range(event.num_sequences):
                     state = _Unfinished(event.arrival, event.num_prompt_tokens)
                     self._sequences[SequenceId(event.request_id, index)] = state
@@ -116,14 +117,17 @@ class PrometheusMetrics:
         for step in event.steps():
             if step.sequence in self._sequences:
                 self._step(step, self._sequences[step.sequence], event)
-        # A round's event comes after those of the sequences that it ended.
+        self._settle()
+        if not self._sequences:
+            self._show_idle()
+
+    def _settle(self) -> None:
+        """Record the sequences that have ended; a round's event comes after those of the sequences that it ended."""
         for sequence, end in self._ended.items():
             state = self._sequences.pop(sequence, None)
             if state is not None:
                 self._finish(state, end.num_output_tokens)
         self._ended.clear()
-        if not self._sequences:
-            self._show_idle()
 
     def _show_idle(self) -> None:
         for gauge in (self._running, self._waiting, self._usage):

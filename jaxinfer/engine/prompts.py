@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from jaxinfer.core.detokenizer import TextDecoder
 from jaxinfer.core.request import RequestRefused
 from jaxinfer.core.sampling_params import SamplingParams
+from jaxinfer.engine.outputs import OutputKind
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -53,6 +54,12 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         check_token_id(token_id, "logit_bias", vocab_size)
 
 
+def check_output_kind(kind: object) -> None:
+    """RequestRefused if it is none."""
+    if not isinstance(kind, OutputKind):
+        raise RequestRefused(f"output_kind must be an OutputKind, not {kind!r}.")
+
+
 def check_token_id(token_id: int, where: str, vocab_size: int) -> None:
     """RequestRefused if the id is outside the vocabulary."""
     if not 0 <= token_id < vocab_size:
@@ -73,6 +80,10 @@ def _mapped_prompt(prompt: Mapping[str, Any]) -> Prompt:
 def _encode_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     if not text:
         raise RequestRefused("The prompt is empty; give some text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestRefused(f"The prompt {text[:40]!a} is not UTF-8 text.") from None
     ids = tokenizer.encode(text)
     if not ids:
         raise RequestRefused(f"The prompt {text[:40]!r} gives no tokens; give some other text.")

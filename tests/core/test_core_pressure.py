@@ -179,7 +179,7 @@ def test_priority_needs_its_policy():
 def test_a_deadline_ends_its_request_waiting_or_running_and_no_other():
     now = [0.0]
     scheduler = Scheduler(replace(CONFIG, max_slots=1), lambda: now[0])
-    running, waiting, other = request("a", deadline=5.0), request("b", deadline=5.0), request("c", deadline=6.0)
+    running, waiting, other = request("a", timeout_s=5.0), request("b", timeout_s=5.0), request("c", timeout_s=6.0)
     for added in (running, waiting, other):
         scheduler.add(added)
     run_round(scheduler)
@@ -197,7 +197,7 @@ def test_a_deadline_ends_its_request_waiting_or_running_and_no_other():
 def test_a_deadline_leaves_completions_that_ended_as_they_are():
     now = [0.0]
     scheduler = Scheduler(replace(CONFIG, max_slots=1), lambda: now[0])
-    added = request("a", prompt=2, max_tokens=1, n=2, deadline=1.0)
+    added = request("a", prompt=2, max_tokens=1, n=2, timeout_s=1.0)
     scheduler.add(added)
     run_round(scheduler)
     now[0] = 1.0

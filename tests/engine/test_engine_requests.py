@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from fake_runner import EOS_IDS, VOCAB_SIZE, Done, FakeLimits, FakeRunner, FakeTokenizer, log_softmax, logits
 
 from jaxinfer.core.observer import RoundFinished
 from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.core.step import SampledToken, StepResult
+from jaxinfer.core.timeline import TimelineRecorder
 from jaxinfer.engine import Engine, OutputKind, RequestRefused
 
 
@@ -389,6 +392,57 @@ def test_a_sequence_without_finite_logits_ends_alone():
     assert broken["a"].token_ids == whole["a"].token_ids[:2]
     assert whole["a"].text.startswith(broken["a"].text)
     assert broken["b"] == whole["b"]
+    engine.scheduler.check_integrity()
+
+
+def test_a_token_that_failed_is_in_no_timeline():
+    recorder = TimelineRecorder()
+    engine = Engine(FailingRunner(), FakeTokenizer(), observer=recorder)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+    for name in ("a", "b"):
+        engine.add_request(name, "abcd", params)
+    outputs = {output.request_id: output.outputs[0] for output in finish(engine)}
+    for sequence in recorder.timeline().sequences:
+        assert len(sequence.token_times) == len(outputs[sequence.sequence.request_id].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"request_id": 7}, "request_id must be a text, not 7"),
+        ({"priority": "high"}, "priority must be an integer, not 'high'"),
+        ({"priority": 0.5}, "priority must be an integer, not 0.5"),
+        ({"priority": True}, "priority must be an integer, not True"),
+        ({"cache_salt": b"tenant"}, "cache_salt must be a text, not b'tenant'"),
+        ({"cache_salt": None}, "cache_salt must be a text, not None"),
+        ({"arrival": "now"}, "arrival must be a finite number of seconds, not 'now'"),
+        ({"arrival": math.inf}, "arrival must be a finite number of seconds, not inf"),
+        ({"timeout_s": math.nan}, "timeout_s must be a finite number of seconds, not nan"),
+        ({"timeout_s": 10**400}, "timeout_s must be a finite number of seconds"),
+        ({"timeout_s": ""}, "timeout_s must be a finite number of seconds, not ''"),
+        ({"output_kind": "delta"}, "output_kind must be an OutputKind, not 'delta'"),
+        ({"prompt": "\ud800"}, "is not UTF-8 text"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_disturb_no_other_request(change, named):
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
+    engine = Engine(FakeRunner(), FakeTokenizer(), policy="priority")
+    engine.add_request("good", "abcd", params, priority=3)
+    engine.step()
+    with pytest.raises(RequestRefused, match=named) as refusal:
+        engine.add_request(**({"request_id": "bad", "prompt": "abcd", "params": params} | change))
+    assert str(refusal.value).endswith(".")
+    engine.scheduler.check_integrity()
+    (last,) = [output.outputs[0] for output in finish(engine) if output.finished]
+    assert (last.finish_reason, len(last.token_ids)) == ("length", 5)
+
+
+def test_any_text_is_a_salt():
+    engine = Engine(FakeRunner(), FakeTokenizer(), model_version="\udcff")  # a path that is not UTF-8
+    for name, salt in (("a", "\ud800"), ("b", "\ud800"), ("c", "\ud801")):
+        engine.add_request(name, "abcd" * 3, SamplingParams(max_tokens=1), cache_salt=salt)
+        finish(engine)
+    assert engine.scheduler.counts.prefix_hits > 0
     engine.scheduler.check_integrity()
 
 

@@ -59,6 +59,30 @@ def test_metrics_by_hand():
     assert (value("num_requests_running"), value("kv_cache_usage_perc")) == (0, 0)
 
 
+def test_an_id_that_is_used_again_counts_as_another_request():
+    from jaxinfer.engine.metrics import PrometheusMetrics
+
+    registry = prometheus_client.CollectorRegistry()
+    metrics = PrometheusMetrics("tiny", registry)
+    for event in (
+        queued("a", 0.0, 10),
+        round_of(1.0, 2.0, {0: "a"}, prefills=[prefill(0, 10)], entered=[0]),
+        finished("a", 3.0, 1, "abort"),  # between two rounds
+        queued("a", 3.0, 4),
+        round_of(4.0, 5.0, {0: "a"}, prefills=[prefill(0, 4)], entered=[0]),
+        finished("a", 6.0, 2),
+        round_of(5.0, 6.0, {0: "a"}, decodes=[0]),
+    ):
+        metrics(event)
+
+    def value(name):
+        return registry.get_sample_value(f"vllm:{name}", {"model_name": "tiny"})
+
+    assert (value("request_prompt_tokens_sum"), value("request_generation_tokens_sum")) == (10 + 4, 1 + 2)
+    assert (value("e2e_request_latency_seconds_count"), value("e2e_request_latency_seconds_sum")) == (2, 2 + 3)
+    assert (value("inter_token_latency_seconds_count"), value("inter_token_latency_seconds_sum")) == (1, 1)
+
+
 def test_page_moves_are_counted():
     from jaxinfer.engine.metrics import PrometheusMetrics
 

@@ -85,7 +85,7 @@ def run_steps(options: argparse.Namespace) -> int:
     from jaxinfer.cli._serving import require_device
     from jaxinfer.engine.step_times import measure_steps
 
-    if options.config and options.model:
+    if options.config is not None and options.model is not None:
         raise UserMistake("Give --model or --config, not both.")
     device = require_device()
     engine = engine_options(options)
@@ -141,11 +141,11 @@ def _step_timer(options: argparse.Namespace, engine: EngineOptions) -> tuple[Ste
     from jaxinfer.runtime.loading import decoder_config
 
     with progress_bar() as progress:
-        if options.config:
+        if options.config is not None:
             config = _config(options.config, engine)
             sizes = _sizes(options, config.max_positions)
             return StepTimer.with_random_weights(config, sizes, progress), sizes
-        model = options.model or DEFAULT_MODEL
+        model = DEFAULT_MODEL if options.model is None else options.model
         with open_checkpoint(model, progress=progress) as checkpoint:
             sizes = _sizes(options, decoder_config(checkpoint).max_positions)
             # A hub model is opened again by its directory, so that the hub is asked once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxinfer.cli._errors import UserMistake
@@ -29,9 +29,19 @@ class Parser(argparse.ArgumentParser):
         raise UserMistake(f"{message.rstrip('.')}; see `{self.prog} --help`.")
 
 
+def refuse_without_effect(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """UserMistake if one of these options was given, which `reason` says would change nothing."""
+    for name in names:
+        if getattr(options, name) != options.parser.get_default(name):
+            raise UserMistake(f"--{name.replace('_', '-')} changes nothing {reason}; leave it out.")
+
+
 def whole_number(text: str) -> int:
-    """An integer, for argparse."""
-    return _converted(int, text, "a whole number")
+    """An integer of at most 64 bits, for argparse."""
+    value = _converted(int, text, "a whole number")
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"'{text[:20]}...' is a number of more than 64 bits")
+    return value
 
 
 def number(text: str) -> float:

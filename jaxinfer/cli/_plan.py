@@ -13,6 +13,7 @@ from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._options import DEFAULT_MODEL, MODEL_HELP, WEIGHT_DTYPES
 from jaxinfer.cli._parser import Parser, number, positive, positives
 from jaxinfer.cli._tables import print_table
+from jaxinfer.core.json_files import read_json
 
 if TYPE_CHECKING:
     from jaxinfer.engine.plan import Plan
@@ -77,13 +78,13 @@ def read_decoder(options: argparse.Namespace) -> DecoderConfig:
 
     kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
     types = {"dtype": options.dtype, "kv_dtype": kv_dtype}
-    if options.config and options.model:
+    if options.config is not None and options.model is not None:
         raise UserMistake("Give --model or --config, not both.")
-    if options.config:
+    if options.config is not None:
         config = _read_config(Path(options.config))
         weights = quantized_weights(options.weight_dtype) if options.weight_dtype in ("int8", "int4") else ()
         return family_of(config).decoder(config).replace(**types, weights=weights)
-    with open_checkpoint(options.model or DEFAULT_MODEL) as checkpoint:
+    with open_checkpoint(DEFAULT_MODEL if options.model is None else options.model) as checkpoint:
         weight_dtype = "stored" if options.weight_dtype == "auto" else options.weight_dtype
         return decoder_config(checkpoint, **types, weight_dtype=weight_dtype)
 
@@ -118,12 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if path.is_file() and path.stat().st_size > _LARGEST_CONFIG:
-        raise UserMistake(f"{path} is too large for a config.json.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise UserMistake(f"{path} is not JSON.") from None
+    config = read_json(path, _LARGEST_CONFIG)
     if not isinstance(config, dict):
         raise UserMistake(f"{path} holds no JSON object.")
     return config

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from jaxinfer.engine.report import ReportSection
 
 
+_FILES_READ = ("dataset_path", "steps", "config")
+"""Options whose files must not be overwritten."""
+
+
 def add_file_options(group: argparse._ArgumentGroup) -> None:
     """Declare the options of the files that show a run."""
     group.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev")
@@ -25,18 +29,21 @@ def add_file_options(group: argparse._ArgumentGroup) -> None:
 
 def check_outputs(options: argparse.Namespace) -> None:
     """UserMistake when --trace or --report cannot be written, before the long part."""
-    if options.trace is not None and options.trace == options.report:
+    outputs = [Path(name) for name in (options.trace, options.report) if name is not None]
+    if len({path.resolve() for path in outputs}) < len(outputs):
         raise UserMistake(f"--trace and --report would both write {options.trace}; give two files.")
+    read = {Path(name).resolve() for name in (getattr(options, given, None) for given in _FILES_READ) if name}
     with user_mistakes():
-        for name in (options.trace, options.report):
-            if name is not None:
-                _check_writable(Path(name))
+        for path in outputs:
+            if path.resolve() in read:
+                raise UserMistake(f"{path} is read and would be overwritten; give another file.")
+            _check_writable(path)
 
 
 def _check_writable(path: Path) -> None:
     """OSError if it is not; leaves no empty file behind."""
     there = path.exists()
-    if not there or path.is_file():  # opening a pipe would wait for its reader
+    if not there or path.is_file() or path.is_dir():  # opening a pipe would wait for its reader
         path.open("a").close()
     if not there:
         path.unlink()
@@ -84,4 +91,4 @@ def write_files(options: argparse.Namespace, sections: Sequence[ReportSection]) 
 def capacity_of(config: SchedulerConfig) -> Capacity:
     """What sequences may have to wait for under a scheduler."""
     static = config.mode == "static"
-    return Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens, static)
+    return Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens, static, config.max_prefill_rows)

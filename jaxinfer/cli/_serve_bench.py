@@ -44,7 +44,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
         help="serve Prometheus metrics on http://127.0.0.1:N/metrics while the workload runs",
     )
     add_engine_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,7 +110,10 @@ def _prepare(options: argparse.Namespace, observer: Observer) -> tuple[Engine, W
         with open_checkpoint(options.model, progress=progress) as checkpoint:
             config = decoder_config(checkpoint, dtype=given.dtype, kv_dtype=given.kv_dtype, attention=given.attention)
             workload = read_workload(options, config.vocab_size, checkpoint.tokenizer().encode)
+            fitting = [request.positions for request in workload.requests if request.positions <= config.max_positions]
+            if not fitting:
+                raise UserMistake(f"Every request is longer than the {config.max_positions} positions of the model.")
             # A hub model is opened again by its directory, so that the hub is asked once.
             source = options.model if checkpoint.directory is None else str(checkpoint.directory)
-        settings = engine_options(options, max_context=workload.longest)
+        settings = engine_options(options, max_context=max(fitting))
         return build_engine(source, settings, progress, observer), workload

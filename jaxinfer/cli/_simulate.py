@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
-from jaxinfer.cli._parser import Parser, number, positive
+from jaxinfer.cli._parser import Parser, number, positive, refuse_without_effect
 from jaxinfer.cli._plan import add_config_source, read_decoder
 from jaxinfer.cli._recording import (
     capacity_of,
@@ -41,6 +41,8 @@ batching, whole or chunked prefill, with or without a prefix cache."""
 _PREFILL_ROWS = 8
 _MOST_PAGES = 10_000_000
 """Their records take about 1 GB."""
+_OF_TARGET = ("model", "config", "dtype", "kv_dtype", "weight_dtype", "tp", "floor_ratio")
+_OF_EXAMPLE = ("example", "trace", "report", "json", "run", "parser")
 _TICK_COLUMNS = ("tick", "A", "B", "C", "tokens", "pages held", "cached")
 
 
@@ -90,7 +92,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_workload_options(parser)
     add_result_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -119,12 +121,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _setting(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds, str]:
     """The scheduler's limits, how long rounds take, and where that comes from."""
-    if options.steps and options.target:
+    if options.steps is not None and options.target is not None:
         raise UserMistake("Give --steps or --target, not both.")
-    if options.steps:
-        return _measured(options)
-    if options.target:
+    if options.target is not None:
         return _roofline(options)
+    refuse_without_effect(options, _OF_TARGET, "without --target")
+    if options.steps is not None:
+        return _measured(options)
     return _scheduler_config(options, None), one_tick, "a tick for each round"
 
 
@@ -194,6 +197,7 @@ def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> Sc
 
 
 def _example(options: argparse.Namespace) -> int:
+    refuse_without_effect(options, [name for name in vars(options) if name not in _OF_EXAMPLE], "with --example")
     check_outputs(options)
     runs = run_all()
     if options.report or options.trace:

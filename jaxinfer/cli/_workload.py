@@ -6,19 +6,23 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
-from jaxinfer.cli._parser import number, positive, whole_number
+from jaxinfer.cli._parser import number, positive, refuse_without_effect, whole_number
 from jaxinfer.cli._recording import add_file_options, capacity_of, write_files
 from jaxinfer.cli._tables import print_table
 from jaxinfer.core.latency import Distribution, Slo, Summary, summarize
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.timeline import Timeline
-from jaxinfer.core.workload import Workload, WorkloadSpec, dataset_workload, random_workload
+from jaxinfer.core.workload import LARGEST_LINE, Workload, WorkloadSpec, dataset_workload, random_workload
 
 if TYPE_CHECKING:
     from jaxinfer.engine.report import TimeUnit
+
+
+_OF_RANDOM_PROMPTS = ("random_input_len", "random_range_ratio", "random_prefix_len", "prefix_share")
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +88,8 @@ def read_workload(
     options: argparse.Namespace, vocab_size: int, encode: Callable[[str], list[int]] | None = None
 ) -> Workload:
     """The workload that the options describe."""
+    if options.dataset_path is not None:
+        refuse_without_effect(options, _OF_RANDOM_PROMPTS, "with --dataset-path")
     with user_mistakes():
         spec = WorkloadSpec(
             num_prompts=options.num_prompts,
@@ -100,7 +106,8 @@ def read_workload(
         if options.dataset_path is None:
             return random_workload(spec, vocab_size)
         try:
-            with open(options.dataset_path, encoding="utf-8") as lines:
+            with open(options.dataset_path, encoding="utf-8-sig") as file:
+                lines = iter(partial(file.readline, LARGEST_LINE + 1), "")  # a line without an end is not read whole
                 return dataset_workload(lines, spec, vocab_size, encode)
         except UnicodeDecodeError:
             raise UserMistake(f"{options.dataset_path} is not text in UTF-8.") from None
@@ -124,12 +131,12 @@ def show_run(
     from jaxinfer.engine.report import ReportSection
 
     summary = summarize(timeline, capacity_of(config), read_slo(options))
-    write_files(options, [ReportSection(title, facts, timeline, summary, unit)])
     if options.json:
         print(json.dumps({"title": title} | dict(facts) | _without_none(asdict(summary))))
-        return
-    print(f"{title}. " + "; ".join(f"{label}: {value}" for label, value in facts) + ".")
-    _print_summary(summary, unit)
+    else:
+        print(f"{title}. " + "; ".join(f"{label}: {value}" for label, value in facts) + ".")
+        _print_summary(summary, unit)
+    write_files(options, [ReportSection(title, facts, timeline, summary, unit)])  # last: the disk may be full
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -96,19 +96,22 @@ def _seconds(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The limits that a sequence may have to wait for: see SchedulerConfig. usable_pages: without the padding page."""
+    """The limits that a sequence may have to wait for: see SchedulerConfig. usable_pages: without the padding page.
+    max_prefill_rows: None for no such limit."""
 
     max_slots: int
     usable_pages: int
     max_batched_tokens: int
     static: bool = False
+    max_prefill_rows: int | None = None
 
 
 @dataclass(frozen=True)
 class Bottleneck:
     """What would have to be better for requests to be faster.
 
-    name: "arrivals", "slots", "KV pages", "token budget", "static waves", "host", "prefill" or "decode".
+    name: "arrivals", "slots", "KV pages", "token budget", "prefill rows", "static waves", "host", "prefill" or
+        "decode".
     evidence: a sentence with the figures that say so.
     """
 
@@ -244,6 +247,7 @@ def _queue_bottleneck(rounds: Sequence[RoundTimeline], capacity: Capacity, queue
     reasons = {
         "slots": f"with all {capacity.max_slots} slots taken",
         "token budget": f"with the {capacity.max_batched_tokens} tokens of a round used up",
+        "prefill rows": f"with the {capacity.max_prefill_rows} prompts that a round computes begun",
         "KV pages": f"with a slot free, but too few of the {capacity.usable_pages} pages",
         "static waves": "for the running wave to end",
     }
@@ -259,6 +263,8 @@ def _limit_reached(round_: RoundTimeline, capacity: Capacity) -> str:
         return "slots"
     if round_.decodes + round_.prefill_tokens >= capacity.max_batched_tokens:
         return "token budget"
+    if round_.prefill_rows == capacity.max_prefill_rows:
+        return "prefill rows"
     return "KV pages"
 
 

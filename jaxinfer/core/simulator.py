@@ -85,6 +85,7 @@ class Simulator:
         while True:
             for request, arrival in feed.take(self._clock.now, len(self.scheduler.requests)):
                 try:
+                    request.check_context(self.scheduler.config.max_context)
                     self.scheduler.add(_request(request, arrival))
                 except RequestRefused as refusal:
                     refused.append(str(refusal))

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.core.json_files import parse_json
+from jaxinfer.core.request import RequestRefused
+
 LARGEST_LINE = 2**24
+MOST_TOKENS = 2**29
+"""Prompt tokens of a workload; they take 8 bytes each."""
+_LATEST_ARRIVAL = 1e9
+"""Seconds; about 30 years."""
+_MOST_EVEN = 1e9
+"""A burstiness beyond which the times between arrivals are equal anyway."""
+_LARGEST_SHARED_VOCABULARY = 2**20
 _KEYS = ("prompt", "prompt_token_ids", "input_tokens", "output_tokens", "arrival", "priority")
 
 
@@ -34,6 +43,19 @@ class WorkloadRequest:
     output_tokens: int
     priority: int = 0
 
+    @property
+    def positions(self) -> int:
+        """Its tokens, prompt and output together."""
+        return len(self.prompt_ids) + self.output_tokens
+
+    def check_context(self, max_context: int) -> None:
+        """RequestRefused if its output would be cut: then it would be less work than the workload says."""
+        if self.positions > max_context:
+            raise RequestRefused(
+                f"The request has {len(self.prompt_ids)} prompt tokens and {self.output_tokens} new ones, but the"
+                f" context holds {max_context}; make it shorter or max_context larger."
+            )
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -52,11 +74,6 @@ class Workload:
             if request.priority:
                 digest.update(f" {request.priority}".encode())
         return digest.hexdigest()[:16]
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a request, prompt and output together."""
-        return max(len(request.prompt_ids) + request.output_tokens for request in self.requests)
 
 
 @dataclass(frozen=True)
@@ -91,23 +108,31 @@ class WorkloadSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("prefix_len", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}.")
+            value, most = getattr(self, name), MOST_TOKENS if name == "num_prompts" else LARGEST_LINE
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be {least} to {most}, not {value}.")
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
-        if math.isinf(self.burstiness):
-            raise ValueError("burstiness must be a finite number.")
+        if self.burstiness > _MOST_EVEN:
+            raise ValueError(f"burstiness must be at most {_MOST_EVEN:g}, not {self.burstiness}.")
+        if self.num_prompts / self.request_rate > _LATEST_ARRIVAL:
+            raise ValueError(
+                f"request_rate is {self.request_rate}, so that {self.num_prompts} requests would take more than"
+                f" {_LATEST_ARRIVAL:g} s; let them come faster."
+            )
         for name in ("range_ratio", "prefix_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}.")
-        _check_concurrency(self.max_concurrency)
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency must be at least 1, not {self.max_concurrency}.")
 
 
 def random_workload(spec: WorkloadSpec, vocab_size: int) -> Workload:
-    """The requests that a spec describes, of random tokens."""
+    """The requests that a spec describes, of random tokens. ValueError if these are more than MOST_TOKENS."""
+    _check_tokens(spec.num_prompts * (spec.input_len + spec.prefix_len))
     draw = random.Random(spec.seed)
-    vocabulary = range(vocab_size)
+    vocabulary = _vocabulary(vocab_size)
     prefix = tuple(draw.choices(vocabulary, k=spec.prefix_len))
     requests = []
     arrivals = _arrivals(spec, draw)
@@ -132,15 +157,19 @@ def dataset_workload(
     """
     draw = random.Random(spec.seed)
     arrivals = _arrivals(spec, draw)
+    vocabulary = _vocabulary(vocab_size)
     requests: list[WorkloadRequest] = []
     timed: list[bool] = []
+    tokens = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if len(requests) == spec.num_prompts:
             break
         entry = _entry(line, number)
-        prompt = _prompt(entry, number, vocab_size, encode, draw)
+        prompt = _prompt(entry, number, vocabulary, encode, draw)
+        tokens += len(prompt)
+        _check_tokens(tokens)
         output = _whole(entry.get("output_tokens", spec.output_len), "output_tokens", number)
         timed.append("arrival" in entry)
         arrival = _time(entry["arrival"], number) if timed[-1] else next(arrivals)
@@ -180,9 +209,17 @@ class Feed:
         return self._begin + self._pending[0].arrival if self._pending else None
 
 
-def _check_concurrency(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ValueError(f"max_concurrency must be at least 1, not {limit}.")
+def _check_tokens(count: int) -> None:
+    if count > MOST_TOKENS:
+        raise ValueError(
+            f"The prompts have {count} tokens together, but a workload keeps at most {MOST_TOKENS}; take fewer or"
+            " shorter ones."
+        )
+
+
+def _vocabulary(size: int) -> Sequence[int]:
+    """Token ids to draw from: those of a list are shared by all prompts, a range makes new numbers each time."""
+    return list(range(size)) if size <= _LARGEST_SHARED_VOCABULARY else range(size)
 
 
 def _arrivals(spec: WorkloadSpec, draw: random.Random) -> Iterator[float]:
@@ -203,10 +240,7 @@ def _length(mean: int, ratio: float, draw: random.Random) -> int:
 def _entry(line: str, number: int) -> Mapping[str, Any]:
     if len(line) > LARGEST_LINE:
         raise ValueError(f"Line {number} of the dataset is longer than {LARGEST_LINE} characters.")
-    try:
-        entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        raise ValueError(f"Line {number} of the dataset is not JSON.") from None
+    entry = parse_json(line, f"Line {number} of the dataset")
     if not isinstance(entry, dict):
         raise ValueError(f"Line {number} of the dataset is not a JSON object.")
     for key in entry:
@@ -218,7 +252,7 @@ def _entry(line: str, number: int) -> Mapping[str, Any]:
 def _prompt(
     entry: Mapping[str, Any],
     number: int,
-    vocab_size: int,
+    vocabulary: Sequence[int],
     encode: Callable[[str], list[int]] | None,
     draw: random.Random,
 ) -> tuple[int, ...]:
@@ -227,35 +261,47 @@ def _prompt(
         raise ValueError(f"Line {number} of the dataset needs one of prompt, prompt_token_ids and input_tokens.")
     value = entry[given[0]]
     if given[0] == "input_tokens":
-        return tuple(draw.choices(range(vocab_size), k=_whole(value, "input_tokens", number)))
+        return tuple(draw.choices(vocabulary, k=_whole(value, "input_tokens", number)))
     if given[0] == "prompt":
         if encode is None:
             raise ValueError(
                 f"Line {number} of the dataset has a text, but a simulation has no tokenizer; give input_tokens."
             )
-        value = encode(value) if isinstance(value, str) else None
+        value = encode(value) if isinstance(value, str) and _is_unicode(value) else None
     if not isinstance(value, list) or not value:
         raise ValueError(f"Line {number} of the dataset has a {given[0]} without tokens.")
     for token in value:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise ValueError(f"Line {number} of the dataset has token id {token!r}, not one of 0 to {vocab_size - 1}.")
+        if not _is_whole(token) or not 0 <= token < len(vocabulary):
+            last = len(vocabulary) - 1
+            raise ValueError(f"Line {number} of the dataset has token id {token!r}, not one of 0 to {last}.")
     return tuple(value)
 
 
 def _whole(value: Any, key: str, number: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_LINE:
+    if not _is_whole(value) or not 1 <= value <= LARGEST_LINE:
         raise ValueError(f"Line {number} of the dataset has {key} {value!r}, which must be 1 to {LARGEST_LINE}.")
     return value
 
 
 def _priority(entry: Mapping[str, Any], number: int) -> int:
     value = entry.get("priority", 0)
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > LARGEST_LINE:
+    if not _is_whole(value) or abs(value) > LARGEST_LINE:
         raise ValueError(f"Line {number} of the dataset has priority {value!r}, which must be an integer.")
     return value
 
 
 def _time(value: Any, number: int) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"Line {number} of the dataset has arrival {value!r}, which must be seconds, 0 or more.")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _LATEST_ARRIVAL:
+        raise ValueError(
+            f"Line {number} of the dataset has arrival {value!r}, which must be seconds, 0 to {_LATEST_ARRIVAL:g}."
+        )
     return float(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a character, which JSON can write."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -17,6 +17,7 @@ from pallas_kernels.quantized_matmul import is_quantized_weight, stored_bytes
 
 GIB = 1024**3
 SMALLEST_CONTEXT = 512
+_MOST_PARAMETERS = 2**60
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ def make_plan(
     parallel = _devices(config, target, devices)
     params = abstract_params(config)
     modules = _modules(params)
+    parameters = sum(module.parameters for module in modules)
+    if parameters > _MOST_PARAMETERS:
+        raise ValueError("The config describes a model of more than 2^60 parameters, which no machine holds.")
     per_device = _bytes_per_device(params, parallel)
     if kv_bytes is None and target is not None:
         # Latents are not cut: every device holds the same cache.
@@ -132,7 +136,7 @@ def make_plan(
     lengths = [size for size in _doublings(SMALLEST_CONTEXT, context) if size < context]
     return Plan(
         modules=modules,
-        parameters=sum(module.parameters for module in modules),
+        parameters=parameters,
         active_parameters=active_parameters(config),
         weight_bytes=sum(module.bytes for module in modules),
         weight_bytes_per_device=per_device,

@@ -16,7 +16,6 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import OutputKind
 
 _WARM_UP_TOKENS = 4
-_WARM_UP_SALT = "warm-up"
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,11 @@ def measure_serving(
     """Serve a workload after a warm-up with other tokens of the same lengths.
 
     observers: what the engine was built with. also: an observer that, as the timeline, sees nothing of the warm-up.
-    Nothing that the warm-up leaves in the cache can be found by the workload.
+    Nothing that the warm-up leaves in the cache is there for the workload.
     """
     limits, config = engine.runner.limits, engine.scheduler.config
-    serve(engine, _warm_up(workload, limits.max_slots, limits.vocab_size), cache_salt=_WARM_UP_SALT)
+    serve(engine, _warm_up(workload, limits.max_slots, limits.vocab_size))
+    engine.scheduler.reset()  # an empty cache, in host memory too
     recorder = TimelineRecorder()
     observers.add(recorder)
     observers.add(also)
@@ -50,11 +50,10 @@ def serve(
     workload: Workload,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    cache_salt: str = "",
 ) -> tuple[str, ...]:
     """Send every request when it is due and run until all are finished; the reasons why requests were refused.
 
-    clock: the engine's. cache_salt: of every request. Tokens are greedy and nothing but their number ends a request.
+    clock: the engine's. Tokens are greedy and nothing but their number ends a request.
     """
     feed = Feed(workload, clock())
     refused = []
@@ -62,6 +61,7 @@ def serve(
         for request, arrival in feed.take(clock(), len(engine.scheduler.requests)):
             params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
             try:
+                request.check_context(engine.scheduler.config.max_context)
                 engine.add_request(
                     request.request_id,
                     request.prompt_ids,
@@ -69,7 +69,6 @@ def serve(
                     arrival,
                     OutputKind.FINAL_ONLY,
                     priority=request.priority,
-                    cache_salt=cache_salt,
                 )
             except RequestRefused as refusal:
                 refused.append(str(refusal))

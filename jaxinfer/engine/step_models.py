@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import json
 import math
 import statistics
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.core.json_files import read_json
 from jaxinfer.core.simulator import RoundShape
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime.chips import Target
@@ -19,6 +19,7 @@ from jaxinfer.runtime.cost import StepCost, head_weights, matmul_weights, pair_f
 from jaxinfer.runtime.limits import Buckets
 
 _LARGEST_FILE = 2**24
+_LARGEST_SIZE = 2**40
 _Points = Sequence[tuple[float, float]]
 """(size, seconds), sizes rising."""
 _Curves = Sequence[tuple[int, _Points]]
@@ -45,7 +46,7 @@ class MeasuredSteps:
         one_token = self._decode[0][1][0][1]
         alone = {tokens: s for (rows, tokens, context), s in prefills.items() if rows == 1 and context == 0}
         longer = {tokens: s for tokens, s in alone.items() if tokens > 1}
-        self._prefill: _Points = [(1, min(one_token, *longer.values())), *sorted(longer.items())]
+        self._prefill: _Points = [(1, min((one_token, *longer.values()))), *sorted(longer.items())]
         self._more_rows = _by_size(
             (tokens * rows, rows, s - _between(self._prefill, tokens * rows))
             for (rows, tokens, context), s in prefills.items()
@@ -158,13 +159,12 @@ def _between(points: _Points, size: float) -> float:
 
 def _read_steps(path: Path, time: str) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int, int], float]]:
     """Seconds of decodes by (batch, context), and of prefills by (rows, tokens of each, context); time: which ones."""
-    if path.is_file() and path.stat().st_size > _LARGEST_FILE:
-        raise ValueError(f"{path} is too large for the output of `jaxinfer bench steps --json`.")
+    measured = read_json(path, _LARGEST_FILE)
     try:
-        steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
+        steps = measured["steps"]
         sizes = [tuple(_size(step, key) for key in ("batch", "tokens", "context")) for step in steps]
         timed = [(step["kind"], size, _seconds(step, time)) for step, size in zip(steps, sizes, strict=True)]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not the output of `jaxinfer bench steps --json`.") from error
     decodes = {(batch, context): s for kind, (batch, _, context), s in timed if kind == "decode"}
     prefills = {(rows, tokens, context): s for kind, (rows, tokens, context), s in timed if kind == "prefill"}
@@ -174,7 +174,8 @@ def _read_steps(path: Path, time: str) -> tuple[dict[tuple[int, int], float], di
 
 
 def _size(step: Mapping[str, Any], key: str) -> int:
-    if not isinstance(step[key], int) or step[key] < 0:
+    least = 0 if key == "context" else 1
+    if not isinstance(step[key], int) or not least <= step[key] <= _LARGEST_SIZE:
         raise ValueError(key)
     return step[key]
 

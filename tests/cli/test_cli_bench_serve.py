@@ -66,7 +66,8 @@ def test_a_dataset_of_texts(tiny_model, engine_builds, tmp_path, capsys):
         (("--burstiness", "0"), "burstiness must be above 0"),
         (("--report", "/nowhere/out.html"), "No such file or directory"),
         (("--dataset-path", "/nowhere.jsonl"), "/nowhere.jsonl: No such file or directory"),
-        (("--random-input-len", "100000"), "the model was made for"),
+        (("--random-input-len", "100000"), "longer than the 256 positions of the model"),
+        (("--report", "/"), "/: Is a directory"),
     ],
 )
 def test_mistakes(tiny_model, refusal, arguments, named):
@@ -76,7 +77,7 @@ def test_mistakes(tiny_model, refusal, arguments, named):
 def test_when_nothing_can_be_served(tiny_model, engine_builds, refusal):
     arguments = ("--random-input-len", "100", "--random-output-len", "5")
     told = refusal("bench", "serve", "--model", tiny_model, "--num-prompts", "2", *arguments)
-    assert "Every request was refused, the first with: The prompt has 100 tokens" in told
+    assert "Every request was refused, the first with: The request has 100 prompt tokens" in told
 
 
 def test_metrics_on_a_port(tiny_model, engine_builds, monkeypatch, capsys):
@@ -118,3 +119,21 @@ def test_priorities_come_with_the_dataset(tiny_model, engine_builds, tmp_path, c
     assert found["simulate"] == ["first token 2", "first token 1", "first token 0"]
     assert found["bench"][-1] == "first token 0"  # this runner has two slots
     assert engine_builds[0].options.policy == "priority"
+
+
+def test_a_request_longer_than_the_model_is_refused_and_the_others_are_served(
+    tiny_model, engine_builds, tmp_path, capsys
+):
+    dataset = tmp_path / "requests.jsonl"
+    dataset.write_text('\ufeff{"input_tokens": 4, "output_tokens": 300}\n{"input_tokens": 4, "output_tokens": 3}\n')
+    found = run_json(capsys, "--model", tiny_model, "--dataset-path", str(dataset))
+    assert (found["refused"], found["complete"], found["output_tokens"]) == ("1", 1, 3)
+    assert engine_builds[0].options.max_context == 7
+
+
+def test_figures_are_told_even_if_the_report_cannot_be_written(tiny_model, engine_builds, capsys):
+    arguments = ("--model", tiny_model, "--num-prompts", "2", *SHORT, "--report", "/dev/full")
+    assert main(["bench", "serve", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert "2 of 2 requests complete" in captured.out
+    assert captured.err == "jaxinfer: No space left on device.\n"

@@ -99,7 +99,7 @@ def test_what_can_never_fit_is_refused():
     timeline, refused = served(Workload(requests), FakeLimits())
     assert [sequence.sequence.request_id for sequence in timeline.sequences] == ["short"]
     assert len(refused) == 1
-    assert "64 tokens" in refused[0]
+    assert "64 prompt tokens and 4 new ones" in refused[0]
 
 
 @pytest.mark.parametrize("mode", ["continuous", "static"])
@@ -114,6 +114,7 @@ def test_the_warm_up_is_left_out_and_leaves_nothing_cached(mode):
     assert run.timeline.sequences[0].spans[0].cached_tokens == 0
     assert sum(isinstance(event, SequenceFinished) for event in also) == 6
     assert run.config.mode == mode
+    assert run.timeline.rounds[0].pages.cached == 0
     computed = sum(span.computed_tokens for s in run.timeline.sequences for span in s.spans if span.kind == "prefill")
     cached = sum(span.cached_tokens for s in run.timeline.sequences for span in s.spans)
     assert computed + cached == 6 * 18
@@ -127,3 +128,14 @@ def test_the_warm_up_cannot_be_found_in_the_cache():
     observers = Observers()
     run = measure_serving(Engine(FakeRunner(), FakeTokenizer(), observer=observers), observers, workload)
     assert not any(span.cached_tokens for s in run.timeline.sequences for span in s.spans)
+
+
+def test_the_warm_up_leaves_nothing_to_be_moved_to_host_memory():
+    limits = FakeLimits(num_pages=8, host_pages=16)
+    workload = random_workload(WorkloadSpec(1, input_len=20, output_len=4), VOCAB_SIZE)
+    observers = Observers()
+    engine = Engine(FakeRunner(limits), FakeTokenizer(), observer=observers)
+    run = measure_serving(engine, observers, workload)
+    assert sum(round_.pages_out for round_ in run.timeline.rounds) == 0
+    assert engine.scheduler.cache.host.used_slots == 0
+    engine.scheduler.check_integrity()

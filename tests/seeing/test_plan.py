@@ -155,6 +155,10 @@ def test_tables(config_file, capsys):
         (LLAMA_3_8B, ("--kv-gib", "nan"), "--kv-gib must be above 0"),
         (LLAMA_3_8B, ("--model", "m"), "not both"),
         (LLAMA_3_8B | {"model_type": "magic"}, (), "'magic'"),
+        (LLAMA_3_8B, ("--batch", "9" * 400), "more than 64 bits"),
+        (LLAMA_3_8B, ("--page-size", "9" * 400), "more than 64 bits"),
+        (LLAMA_3_8B | {"intermediate_size": 10**300}, (), "more than 2^60 parameters"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", (), "is not JSON"),
         ("[1]", (), "no JSON object"),
         ("[" * 100000, (), "is not JSON"),
         ("{", (), "is not JSON"),
@@ -166,6 +170,17 @@ def test_mistakes(config_file, capsys, config, options, named):
     assert captured.out == ""
     assert named in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_an_empty_name_is_no_default(capsys):
+    for option in ("--config", "--model"):
+        assert main(["plan", option, ""]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_without_an_end(capsys):
+    assert main(["plan", "--config", "/dev/zero"]) == 2
+    assert "/dev/zero is longer than" in capsys.readouterr().err
 
 
 def test_a_config_that_is_not_there(tmp_path, capsys):

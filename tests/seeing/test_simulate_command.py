@@ -202,7 +202,23 @@ def test_example(capsys, tmp_path):
         (("--target", "h100", "--floor-ratio", "nan"), "--floor-ratio must be above 0"),
         (("--num-pages", "1"), "num_pages must be at least 2"),
         (("--report", "/nowhere/out.html"), "/nowhere/out.html: No such file or directory."),
-        (("--num-prompts", "2", "--random-input-len", "3000"), "Every request was refused, the first with: The prompt"),
+        (("--random-input-len", "3000"), "Every request was refused, the first with: The request has 3000"),
+        (("--random-input-len", "9" * 400), "more than 64 bits"),
+        (("--random-output-len", "1000000000000"), "output_len must be 1 to 16777216"),
+        (("--num-prompts", "1000000000000"), "num_prompts must be"),
+        (("--num-prompts", "500000000", "--random-prefix-len", "8"), "The prompts have 132000000000 tokens together"),
+        (("--request-rate", "1e-320"), "would take more than 1e+09 s"),
+        (("--request-rate", "1e300", "--burstiness", "1e300"), "burstiness must be at most 1e+09"),
+        (("--dataset-path", "/dev/zero"), "Line 1 of the dataset is longer than 16777216 characters"),
+        (("--steps", "/dev/zero"), "/dev/zero is longer than"),
+        (("--steps", ""), "Is a directory"),
+        (("--report", "/"), "/: Is a directory"),
+        (("--report", "same", "--trace", "./same"), "give two files"),
+        (("--steps", "a", "--report", "./a"), "a is read and would be overwritten"),
+        (("--config", "c"), "--config changes nothing without --target"),
+        (("--steps", "a", "--floor-ratio", "2"), "--floor-ratio changes nothing without --target"),
+        (("--example", "--max-slots", "4"), "--max-slots changes nothing with --example"),
+        (("--dataset-path", "d", "--prefix-share", "0.5"), "--prefix-share changes nothing with --dataset-path"),
     ],
 )
 def test_mistakes(capsys, arguments, named):
@@ -223,8 +239,43 @@ def test_files_that_are_no_steps(tmp_path, capsys, text):
     assert "steps.json" in capsys.readouterr().err
 
 
+def test_a_prefill_of_one_token_alone(steps_file, capsys):
+    steps = steps_file(("prefill", 1, 1, 0, 0.5), ("decode", 1, 1, 100, 0.010))
+    found = run_json(capsys, "--steps", steps, "--num-prompts", "1", "--random-output-len", "3")
+    assert found["itl"]["mean"] == pytest.approx(0.009)
+
+
+@pytest.mark.parametrize("output", ["40", "41"])
+def test_a_request_whose_output_would_be_cut_is_refused(capsys, output):
+    arguments = ("--random-input-len", "8", "--random-output-len", output, "--num-prompts", "1", "--max-context", "48")
+    if output == "40":
+        assert run_json(capsys, *arguments)["output_tokens"] == 40
+    else:
+        assert main(["simulate", *arguments]) == 2
+        assert "8 prompt tokens and 41 new ones, but the context holds 48" in capsys.readouterr().err
+
+
+def test_prompts_that_wait_for_a_row_do_not_wait_for_pages(capsys):
+    arguments = ("--num-prompts", "200", "--max-slots", "64", "--random-input-len", "4", "--random-output-len", "2")
+    bottleneck = run_json(capsys, *arguments)["bottleneck"]
+    assert bottleneck["name"] == "prefill rows"
+    assert "with the 8 prompts that a round computes begun" in bottleneck["evidence"]
+
+
 @pytest.mark.parametrize(
-    "change", [{"median_s": -1}, {"median_s": "nan"}, {"stream_s": 0}, {"batch": "x"}, {"context": -1}]
+    "change",
+    [
+        {"median_s": -1},
+        {"median_s": "nan"},
+        {"median_s": 10**400},
+        {"stream_s": 0},
+        {"batch": "x"},
+        {"batch": 0},
+        {"batch": 10**400},
+        {"tokens": 0},
+        {"context": -1},
+        {"context": 10**400},
+    ],
 )
 def test_steps_with_wrong_values(steps_file, capsys, change):
     assert main(["simulate", "--steps", steps_file(*STEPS, **change)]) == 2

@@ -114,7 +114,7 @@ def test_round_shapes():
 def test_what_can_never_fit_is_refused_and_the_others_are_served():
     timeline, refused = simulate(Workload(requests((0, 40, 2), (0, 4, 2))))
     assert len(refused) == 1
-    assert "40 tokens" in refused[0]
+    assert "40 prompt tokens and 2 new ones" in refused[0]
     assert [sequence.sequence.request_id for sequence in timeline.sequences] == ["1"]
 
 

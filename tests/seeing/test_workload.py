@@ -9,6 +9,7 @@ import statistics
 
 import pytest
 
+from jaxinfer.core import workload
 from jaxinfer.core.workload import Feed, Workload, WorkloadRequest, WorkloadSpec, dataset_workload, random_workload
 
 
@@ -84,7 +85,7 @@ def dataset(*entries, encode=None, **spec):
 
 
 def test_dataset():
-    workload = dataset(
+    found = dataset(
         {"prompt_token_ids": [1, 2, 3], "output_tokens": 5, "arrival": 2.5},
         "",
         {"input_tokens": 4, "arrival": 1},
@@ -94,10 +95,17 @@ def test_dataset():
         num_prompts=3,
         output_len=7,
     )
-    shapes = [(r.request_id, r.arrival, len(r.prompt_ids), r.output_tokens) for r in workload.requests]
+    shapes = [(r.request_id, r.arrival, len(r.prompt_ids), r.output_tokens) for r in found.requests]
     assert shapes == [("1", 1.0, 4, 7), ("0", 2.5, 3, 5), ("2", 3.0, 3, 7)]
-    assert workload.requests[2].prompt_ids == (7, 8, 9)
-    assert workload.longest == 11
+    assert found.requests[2].prompt_ids == (7, 8, 9)
+    assert [request.positions for request in found.requests] == [11, 8, 10]
+
+
+def test_a_dataset_of_more_tokens_than_a_workload_keeps(monkeypatch):
+    monkeypatch.setattr(workload, "MOST_TOKENS", 1000)
+    assert len(dataset({"input_tokens": 600}, {"input_tokens": 400}).requests) == 2
+    with pytest.raises(ValueError, match="1001 tokens together, but a workload keeps at most 1000"):
+        dataset({"input_tokens": 600}, {"input_tokens": 401})
 
 
 @pytest.mark.parametrize(
@@ -105,6 +113,8 @@ def test_dataset():
     [
         ("{", "Line 2 of the dataset is not JSON"),
         ("[" * 100_000, "Line 2 of the dataset is not JSON"),
+        ('{"input_tokens": ' + "9" * 5000 + "}", "Line 2 of the dataset is not JSON"),
+        ({"input_tokens": 3, "arrival": 1e10}, "arrival 10000000000.0, which must be seconds, 0 to 1e"),
         ([1], "is not a JSON object"),
         ({"input_tokens": 3, "temperature": 1}, "the key 'temperature'"),
         ({}, "needs one of"),
@@ -127,6 +137,11 @@ def test_lines_that_are_refused(entry, named):
         dataset({"input_tokens": 1}, entry)
     assert str(error.value).endswith(".")
     assert len(str(error.value)) < 200
+
+
+def test_half_a_character_is_no_text():
+    with pytest.raises(ValueError, match="Line 1 of the dataset has a prompt without tokens"):
+        dataset({"prompt": "a\ud800"}, encode=lambda text: list(text.encode()))
 
 
 def test_an_empty_dataset():

@@ -123,11 +123,8 @@ def make_plan(
     if max(prefills) > config.max_positions:
         raise ValueError(f"A prompt of {max(prefills)} tokens exceeds the model's {config.max_positions} positions.")
     parallel = _devices(config, target, devices)
-    params = abstract_params(config)
+    params = _parameters(config)
     modules = _modules(params)
-    parameters = sum(module.parameters for module in modules)
-    if parameters > _MOST_PARAMETERS:
-        raise ValueError("The config describes a model of more than 2^60 parameters, which no machine holds.")
     per_device = _bytes_per_device(params, parallel)
     if kv_bytes is None and target is not None:
         # Latents are not cut: every device holds the same cache.
@@ -136,7 +133,7 @@ def make_plan(
     lengths = [size for size in _doublings(SMALLEST_CONTEXT, context) if size < context]
     return Plan(
         modules=modules,
-        parameters=parameters,
+        parameters=sum(module.parameters for module in modules),
         active_parameters=active_parameters(config),
         weight_bytes=sum(module.bytes for module in modules),
         weight_bytes_per_device=per_device,
@@ -150,6 +147,18 @@ def make_plan(
             *(_step("decode", config, batch, 1, context - 1, target, parallel) for batch in batches),
         ),
     )
+
+
+def _parameters(config: DecoderConfig) -> Any:
+    """Shapes of the parameters; ValueError for more than any machine has, whose figures would overflow."""
+    try:
+        params = abstract_params(config)
+        too_many = sum(leaf.size for leaf in jax.tree.leaves(params)) > _MOST_PARAMETERS
+    except OverflowError:
+        too_many = True
+    if too_many:
+        raise ValueError("The config describes a model of more than 2^60 parameters, which no machine holds.")
+    return params
 
 
 def _devices(config: DecoderConfig, target: Target | None, asked: int | None) -> int:

@@ -158,6 +158,7 @@ def test_tables(config_file, capsys):
         (LLAMA_3_8B, ("--batch", "9" * 400), "more than 64 bits"),
         (LLAMA_3_8B, ("--page-size", "9" * 400), "more than 64 bits"),
         (LLAMA_3_8B | {"intermediate_size": 10**300}, (), "more than 2^60 parameters"),
+        (LLAMA_3_8B | {"intermediate_size": 2**50}, (), "more than 2^60 parameters"),
         ('{"vocab_size": ' + "9" * 5000 + "}", (), "is not JSON"),
         ("[1]", (), "no JSON object"),
         ("[" * 100000, (), "is not JSON"),

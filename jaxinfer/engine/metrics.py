@@ -100,6 +100,9 @@ class PrometheusMetrics:
             case SequenceFinished():
                 self._success.labels(self._model_name, event.reason).inc()
                 self._ended[event.sequence] = event
+                if event.reason == "abort" and event.sequence in self._sequences:
+                    # No token comes after it, and perhaps no round.
+                    self._finish(self._sequences[event.sequence], event.num_output_tokens)
                 if self._ended.keys() >= self._sequences.keys():
                     self._show_idle()  # no round may follow
             case RoundFinished():
@@ -122,10 +125,10 @@ class PrometheusMetrics:
             self._show_idle()
 
     def _settle(self) -> None:
-        """Record the sequences that have ended; a round's event comes after those of the sequences that it ended."""
+        """Be done with the sequences that have ended; a round's event comes after those of the sequences it ended."""
         for sequence, end in self._ended.items():
             state = self._sequences.pop(sequence, None)
-            if state is not None:
+            if state is not None and end.reason != "abort":
                 self._finish(state, end.num_output_tokens)
         self._ended.clear()
 

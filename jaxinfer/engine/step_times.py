@@ -90,9 +90,11 @@ class TimerSizes:
         return tuple((tokens // rows, rows) for tokens in self.prefills for rows in self.prefill_rows if tokens >= rows)
 
     def limits(self, config: DecoderConfig) -> RunnerLimits:
-        """The runner's limits. ValueError when the model was not made for so many positions."""
+        """The runner's limits. ValueError when these sizes contradict each other or the model."""
         if min(self.prefill_contexts) < 0:
             raise ValueError(f"A prompt cannot have {min(self.prefill_contexts)} positions cached before.")
+        if not self.prefill_shapes:
+            raise ValueError(f"A prefill of {max(self.prefills)} tokens cannot be of {min(self.prefill_rows)} prompts.")
         longest = max(*self.contexts, max(self.prefills) + max(self.prefill_contexts))
         if longest > config.max_positions:
             raise ValueError(f"{longest} positions are asked for, but the model was made for {config.max_positions}.")

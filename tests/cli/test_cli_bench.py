@@ -101,3 +101,10 @@ def test_kernels(capsys, quick_rates, small_table):
 def test_a_kernel_that_cannot_run_here_is_refused(refusal):
     told = refusal("bench", "kernels", "--attention", "pallas_mosaic_gpu")
     assert "needs a cuda device" in told
+
+
+def test_fewer_tokens_than_prompts(refusal, tiny_model):
+    arguments = ("--prefill", "3", "--prefill-rows", "4", "--context", "8")
+    assert "A prefill of 3 tokens cannot be of 4 prompts" in refusal(
+        "bench", "steps", "--model", tiny_model, *arguments
+    )

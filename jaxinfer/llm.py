@@ -74,13 +74,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
         Args:
-            prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these.
+            prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these. A
+                dict may have a "cache_salt": cached prefixes are shared only between prompts of the same salt.
             params: for all prompts, or one for each.
             priority: of all prompts, or one for each: with policy="priority" the lowest number goes first.
+            timeout_s: seconds after which each prompt ends with what it has, finish_reason "abort" and stop_reason
+                "deadline"; None for no limit.
 
         Returns:
             One finished output per prompt, in the order of the prompts.
@@ -95,7 +99,7 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt, chosen, rank in zip(batch, each, ranks, strict=True):
-                ids.append(self._add(prompt, chosen, OutputKind.FINAL_ONLY, rank))
+                ids.append(self._add(prompt, chosen, OutputKind.FINAL_ONLY, rank, timeout_s))
             return [self._next_output(request_id) for request_id in ids]
         finally:
             for request_id in ids:
@@ -109,12 +113,13 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, written out by the model's chat template.
 
         Args:
             messages: one conversation, or a list of them.
-            params, priority: as for `generate`.
+            params, priority, timeout_s: as for `generate`.
             add_generation_prompt: end the prompt where the assistant's answer begins.
             tools: descriptions of functions that the model may call, as its template takes them.
 
@@ -129,7 +134,7 @@ class LLM:
         conversations = cast(Sequence[Messages], [messages] if one else messages)
         encode = self.tokenizer.encode_chat
         prompts = [encode(talk, add_generation_prompt, tools) for talk in conversations]
-        return self.generate(prompts, params, priority=priority)
+        return self.generate(prompts, params, priority=priority, timeout_s=timeout_s)
 
     def stream(
         self,
@@ -138,19 +143,22 @@ class LLM:
         output_kind: OutputKind = OutputKind.CUMULATIVE,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> OutputStream:
         """Complete one prompt and yield an output whenever there is a new token.
 
         Outputs are cumulative: text and token_ids hold everything so far. With OutputKind.DELTA they hold only what is
         new. The last output has finished=True. The request is checked and queued at the call, before the first output
-        is asked for; closing the iterator early cancels it.
+        is asked for; closing the iterator early cancels it. timeout_s: as for `generate`.
         """
         (rank,) = _priority_for_each(priority, 1)
-        return OutputStream(self, self._add(prompt, params, output_kind, rank))
+        return OutputStream(self, self._add(prompt, params, output_kind, rank, timeout_s))
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind, priority: int) -> str:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind, priority: int, timeout_s: float | None
+    ) -> str:
         request_id = str(next(self._numbers))
-        self.engine.add_request(request_id, prompt, params, output_kind=kind, priority=priority)
+        self.engine.add_request(request_id, prompt, params, output_kind=kind, priority=priority, timeout_s=timeout_s)
         self._inbox[request_id] = deque()
         return request_id
 

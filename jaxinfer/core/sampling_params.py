@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
-MAX_COMPLETIONS = 2**14
+MAX_COMPLETIONS = 2**16
 _SEED_LIMIT = 2**63
 _LARGEST_PENALTY = 1e6
 """Far beyond any use, and far inside what float32 holds."""
@@ -20,7 +20,7 @@ class SamplingParams:
     A value outside its range raises ValueError with one sentence naming the parameter, the value and the range.
 
     Attributes:
-        n: number of completions of the same prompt, 1 .. 16384; completion i uses seed + i.
+        n: number of completions of the same prompt, 1 .. 65536; completion i uses seed + i.
         presence_penalty: subtracted once from the logit of every token already in the output, -2 .. 2.
         frequency_penalty: subtracted once per occurrence in the output, -2 .. 2.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output, > 0.

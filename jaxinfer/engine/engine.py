@@ -19,7 +19,7 @@ from jaxinfer.core.step import StepResult, StepWork
 from jaxinfer.engine.interrupts import interrupts_held
 from jaxinfer.engine.output_state import RequestState
 from jaxinfer.engine.outputs import OutputKind, RequestOutput
-from jaxinfer.engine.prompts import Prompt, Tokenizer, check_output_kind, check_params, encode_prompt
+from jaxinfer.engine.prompts import Prompt, Tokenizer, check_output_kind, check_params, encode_prompt, salt_of
 
 _TOKEN_TEXTS_KEPT = 65536
 
@@ -187,7 +187,7 @@ class Engine:
             priority: lower goes first; only with the policy "priority".
             timeout_s: seconds after its arrival when the request ends, finished or not, with reason "abort" and
                 stop_reason DEADLINE; None for no limit.
-            cache_salt: cached prefixes are shared only between requests of the same salt.
+            cache_salt: cached prefixes are shared only between requests of the same salt; empty for that of the prompt.
 
         Raises:
             RequestRefused: (a ValueError) the prompt is empty or has ids outside the vocabulary, a parameter names such
@@ -209,7 +209,7 @@ class Engine:
             now,
             priority=priority,
             timeout_s=timeout_s,
-            cache_salt=cache_salt,
+            cache_salt=salt_of(prompt) if cache_salt == "" else cache_salt,
         )
         state = RequestState(request, text, output_kind, self.tokenizer, self._token_text)
         with self._changes():

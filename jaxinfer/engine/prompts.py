@@ -11,7 +11,8 @@ from jaxinfer.core.sampling_params import SamplingParams
 from jaxinfer.engine.outputs import OutputKind
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; such a dict may have a "cache_salt" too."""
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class Tokenizer(TextDecoder, Protocol):
@@ -44,6 +45,11 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tupl
     return None, tuple(prompt)
 
 
+def salt_of(prompt: Prompt) -> Any:
+    """The "cache_salt" that came with the prompt; an empty text if none did."""
+    return prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+
+
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """RequestRefused if these are no sampling parameters or name a token the model does not have."""
     if not isinstance(params, SamplingParams):
@@ -67,14 +73,17 @@ def check_token_id(token_id: int, where: str, vocab_size: int) -> None:
 
 
 def _mapped_prompt(prompt: Mapping[str, Any]) -> Prompt:
-    if "prompt_token_ids" in prompt:
-        if isinstance(prompt["prompt_token_ids"], str):
-            raise RequestRefused("prompt_token_ids must be a list of token ids, not str; give a text as 'prompt'.")
-        return prompt["prompt_token_ids"]
-    if "prompt" in prompt:
+    if "prompt" not in prompt and "prompt_token_ids" not in prompt:
+        keys = sorted(map(repr, prompt))
+        raise RequestRefused(f"A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not {', '.join(keys)}.")
+    for key in prompt:
+        if key not in _KEYS:
+            raise RequestRefused(f"A prompt given as a dict has the key {key!r}; the keys are {', '.join(_KEYS)}.")
+    if "prompt_token_ids" not in prompt:
         return prompt["prompt"]
-    keys = sorted(map(repr, prompt))
-    raise RequestRefused(f"A prompt given as a dict needs 'prompt' or 'prompt_token_ids', not {', '.join(keys)}.")
+    if isinstance(prompt["prompt_token_ids"], str):
+        raise RequestRefused("prompt_token_ids must be a list of token ids, not str; give a text as 'prompt'.")
+    return prompt["prompt_token_ids"]
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:

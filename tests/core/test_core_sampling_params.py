@@ -62,8 +62,8 @@ def test_borders_are_accepted(values):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"n": 0}, "n must be an integer between 1 and 16384, not 0."),
-        ({"n": True}, "n must be an integer between 1 and 16384, not True."),
+        ({"n": 0}, "n must be an integer between 1 and 65536, not 0."),
+        ({"n": True}, "n must be an integer between 1 and 65536, not True."),
         ({"presence_penalty": 2.5}, "presence_penalty must be a number between -2 and 2, not 2.5."),
         ({"frequency_penalty": -3}, "frequency_penalty must be a number between -2 and 2, not -3."),
         ({"repetition_penalty": 0}, "repetition_penalty must be a number greater than 0 and at most 1e+06, not 0."),

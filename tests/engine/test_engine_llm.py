@@ -250,3 +250,26 @@ def test_observers_are_told(build_calls):
 def test_what_is_no_observer():
     with pytest.raises(ValueError, match="give several as"):
         LLM("smollm2-135m-instruct", observer=[print])
+
+
+class SteppingClock:
+    """A second passes whenever somebody looks."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def test_a_timeout_ends_each_prompt_with_what_it_has():
+    llm = LLM.from_engine(Engine(FakeRunner(), FakeTokenizer(), clock=SteppingClock()))
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    ends = [*llm.generate(["abc", "ab"], params, timeout_s=40), *llm.stream("abcd", params, timeout_s=40)]
+    ends += llm.chat([{"role": "user", "content": "abc"}], params, timeout_s=40)
+    for output in (ends[0], ends[1], ends[-2], ends[-1]):
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("abort", "deadline")
+        assert 0 < len(output.outputs[0].token_ids) < 50
+    (done,) = llm.generate("abc", GREEDY, timeout_s=10_000)
+    assert done.outputs[0].finish_reason == "length"

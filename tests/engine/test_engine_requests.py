@@ -437,6 +437,19 @@ def test_arguments_of_the_wrong_kind_disturb_no_other_request(change, named):
     assert (last.finish_reason, len(last.token_ids)) == ("length", 5)
 
 
+def test_a_prompt_brings_its_salt():
+    engine = Engine(FakeRunner(), FakeTokenizer())
+    hits = []
+    for salt in ("one", "two", "one"):
+        engine.add_request("a", {"prompt": "abcd" * 3, "cache_salt": salt}, SamplingParams(max_tokens=1))
+        finish(engine)
+        hits.append(engine.scheduler.counts.prefix_hits)
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 0
+    with pytest.raises(RequestRefused, match="the key 'salt'; the keys are prompt, prompt_token_ids, cache_salt"):
+        engine.add_request("a", {"prompt": "abcd", "salt": "one"})
+
+
 def test_any_text_is_a_salt():
     engine = Engine(FakeRunner(), FakeTokenizer(), model_version="\udcff")  # a path that is not UTF-8
     for name, salt in (("a", "\ud800"), ("b", "\ud800"), ("c", "\ud801")):

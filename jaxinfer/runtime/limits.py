@@ -96,31 +96,30 @@ class Buckets:
 
 
 SMALLEST_PREFILL = 32
+HALVED_ROWS, HALVED_TOKENS = 16, 64
+"""From here on there is a decode batch, or a number of prefill tokens, halfway between two powers of two."""
 
 
 def buckets_for(limits: RunnerLimits) -> Buckets:
-    """Powers of two up to the limits.
+    """Powers of two up to the limits; of the larger ones, where padding costs most, those halfway between as well.
 
-    A single sequence may fill any power of two; for several, whose prompts add up anyway, every other one is enough,
-    which halves the programs to compile for at most twice the padding.
+    A prefill has room for as many sequences as may come, since those that do not come cost next to nothing.
     """
     most = min(limits.max_batched_tokens, limits.max_context * limits.max_prefill_rows)
-    single = _powers_of_two(min(SMALLEST_PREFILL, most), min(most, limits.max_context))
-    prefill = {(tokens, 1) for tokens in single}
-    if limits.max_prefill_rows > 1:
-        several = _powers_of_two(min(SMALLEST_PREFILL, most), most)
-        prefill |= {(tokens, limits.max_prefill_rows) for tokens in several[::-1][::2]}
+    tokens = _sizes(min(SMALLEST_PREFILL, most), most, HALVED_TOKENS)
     return Buckets(
-        decode_rows=_powers_of_two(1, limits.max_slots),
-        prefill=tuple(sorted(prefill)),
+        decode_rows=_sizes(1, limits.max_slots, HALVED_ROWS),
+        prefill=tuple((size, limits.max_prefill_rows) for size in tokens),
     )
 
 
-def _powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, doubled again and again, and at the end exactly `largest`."""
+def _sizes(smallest: int, largest: int, halved_from: int) -> tuple[int, ...]:
+    """smallest, doubled again and again, and at the end exactly `largest`; from `halved_from` on 1.5 times each too."""
     sizes = []
     size = smallest
     while size < largest:
         sizes.append(size)
+        if halved_from <= size and 3 * size // 2 < largest:
+            sizes.append(3 * size // 2)
         size *= 2
     return (*sizes, largest)

@@ -40,11 +40,11 @@ def decoder_config(
 
 
 def default_kv_dtype(dtype: str) -> str:
-    """Type of the KV pages of a model in `dtype` on the default device.
+    """The `kv_dtype` of a model in `dtype` on the default device: auto, which is `dtype`, but float32 on a CPU.
 
-    float32 on a CPU, where XLA would convert whole pools of bfloat16 to it and back in every layer of every step.
+    There XLA would convert whole pools of bfloat16 to float32 and back in every layer of every step.
     """
-    return "float32" if jax.default_backend() == "cpu" else dtype
+    return "float32" if jax.default_backend() == "cpu" and dtype == "bfloat16" else "auto"
 
 
 def load_params(checkpoint: Checkpoint, config: DecoderConfig, on_progress: Progress | None = None) -> Params:

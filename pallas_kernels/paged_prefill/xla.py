@@ -17,7 +17,7 @@ from pallas_kernels.spec import AttentionSpec
 
 QUERY_BLOCK = 128
 """Queries of one row that are computed together, at most."""
-LEAST_QUERY_BLOCK = 16
+LEAST_QUERY_BLOCK = 32
 """At least: as many as the rows have on the average, since a shorter row computes a whole block."""
 
 

@@ -153,9 +153,14 @@ def _print(plan: Plan, config: DecoderConfig, target: Target | None) -> None:
     print(f"The KV cache in {config.page_dtype} takes {plan.kv_bytes_per_token / 1024:g} KiB a token ({layers}).")
     print(_pool_sentence(plan, target))
     print_table(
-        ("context", "MiB a request", "requests at once"),
+        ("context", "MiB a layer", "MiB a request", "requests at once"),
         [
-            (str(row.context), _mib(row.bytes), "-" if row.requests is None else str(row.requests))
+            (
+                str(row.context),
+                _mib(row.bytes_per_layer),
+                _mib(row.bytes),
+                "-" if row.requests is None else str(row.requests),
+            )
             for row in plan.contexts
         ],
     )

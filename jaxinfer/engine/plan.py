@@ -37,12 +37,13 @@ class ModulePlan:
 class ContextPlan:
     """KV memory of requests of one length.
 
-    context: positions of each. bytes: of one request, in whole pages. requests: that fit the pool at once, None when
-    its size is not known.
+    context: positions of each. bytes: of one request, in whole pages. bytes_per_layer: of these. requests: that fit the
+    pool at once, None when its size is not known.
     """
 
     context: int
     bytes: int
+    bytes_per_layer: int
     requests: int | None
 
 
@@ -200,7 +201,7 @@ def _bytes_per_device(params: Any, devices: int) -> int:
 
 def _context(config: DecoderConfig, context: int, page_size: int, kv_bytes: int | None) -> ContextPlan:
     size = -(-context // page_size) * page_size * config.kv_bytes_per_token
-    return ContextPlan(context, size, None if kv_bytes is None else max(0, kv_bytes // size))
+    return ContextPlan(context, size, size // config.num_layers, None if kv_bytes is None else max(0, kv_bytes // size))
 
 
 def _step(

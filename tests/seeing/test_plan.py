@@ -64,14 +64,20 @@ def plan_json(config_file, capsys):
 def test_kv_bytes_of_the_llama_shape(plan_json):
     plan = plan_json(LLAMA_3_8B, "--max-context", "4096", "--batch", "1,4")
     assert plan["kv_bytes_per_token"] == 128 * KIB
-    assert plan["contexts"][-1] == {"context": 4096, "bytes": 512 * MIB, "requests": None}
+    assert plan["contexts"][-1] == {
+        "context": 4096,
+        "bytes": 512 * MIB,
+        "bytes_per_layer": 16 * MIB,
+        "requests": None,
+    }
     decodes = {step["batch"]: step["kv_bytes"] for step in plan["steps"] if step["kind"] == "decode"}
     assert decodes == {1: 512 * MIB, 4: 2 * GIB}
 
 
 def test_requests_of_the_qwen_shape(plan_json):
     plan = plan_json(QWEN_7B_SHAPE, "--kv-gib", "12")
-    assert plan["kv_bytes_per_token"] * 2048 == 32 * 32 * MIB  # 32 layers of 32 MiB: 1 GiB a request
+    (row,) = [row for row in plan["contexts"] if row["context"] == 2048]
+    assert (row["bytes_per_layer"], row["bytes"]) == (32 * MIB, GIB)
     requests = {row["context"]: row["requests"] for row in plan["contexts"]}
     assert {length: requests[length] for length in (512, 2048, 4096, 8192)} == {512: 48, 2048: 12, 4096: 6, 8192: 3}
 

@@ -128,14 +128,14 @@ def _setting(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds,
     refuse_without_effect(options, _OF_TARGET, "without --target")
     if options.steps is not None:
         return _measured(options)
-    return _scheduler_config(options, None), one_tick, "a tick for each round"
+    return _scheduler_config(options), one_tick, "a tick for each round"
 
 
 def _measured(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds, str]:
     from jaxinfer.engine.step_models import MeasuredSteps
     from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
-    config = _scheduler_config(options, None)
+    config = _scheduler_config(options)
     with user_mistakes():
         limits = RunnerLimits.of_scheduler(config, options.vocab_size)
         steps = MeasuredSteps(options.steps, buckets_for(limits), streamed=config.max_rounds_in_flight > 1)
@@ -150,10 +150,11 @@ def _roofline(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds
     with user_mistakes():
         target = parse_target(options.target)
         os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported; nothing runs on a device
+        from jaxinfer.engine.build import common_window
         from jaxinfer.engine.step_models import RooflineSteps
 
         model = read_decoder(options)
-        config = _scheduler_config(options, _pages_that_fit(options, model, target))
+        config = _scheduler_config(options, _pages_that_fit(options, model, target), common_window(model))
         steps = RooflineSteps(model, target, options.tp or target.devices, options.floor_ratio)
     return config, steps, f"{options.floor_ratio:g} x the least of {target.name}"
 
@@ -168,7 +169,9 @@ def _pages_that_fit(options: argparse.Namespace, model: DecoderConfig, target: T
     return pages
 
 
-def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> SchedulerConfig:
+def _scheduler_config(
+    options: argparse.Namespace, most_pages: int | None = None, window: int | None = None
+) -> SchedulerConfig:
     pages = 1 + ROOM_FOR_CACHE * options.max_slots * -(-options.max_context // options.page_size)
     if most_pages is not None:
         pages = min(pages, most_pages)
@@ -193,6 +196,7 @@ def _scheduler_config(options: argparse.Namespace, most_pages: int | None) -> Sc
             enable_chunked_prefill=not options.no_enable_chunked_prefill,
             reserve_full=options.reserve_full,
             max_rounds_in_flight=1 if options.no_async_scheduling else 2,
+            window=window,
         )
 
 

@@ -144,17 +144,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_summary(summary: Summary, unit: TimeUnit) -> None:
-    latencies = {
-        "queue": summary.queue,
-        "TTFT": summary.ttft,
-        "ITL": summary.itl,
-        "TPOT": summary.tpot,
-        "e2e": summary.e2e,
-    }
-    latencies["round on the device"] = summary.device
-    if summary.host is not None:
-        latencies["round on the host"] = summary.host
-    rows = [(name, *_figures(found, unit)) for name, found in latencies.items()]
+    rows = [(name, *_figures(found, unit)) for name, found in summary.latencies.items()]
     print_table(("", "mean", "p50", "p90", "p99", "of"), rows, left=("",))
     per = unit.per
     print(

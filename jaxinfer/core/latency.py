@@ -166,6 +166,13 @@ class Summary:
     host_exposed: float
     bottleneck: Bottleneck
 
+    @property
+    def latencies(self) -> dict[str, Distribution | None]:
+        """Its times by the names that people read."""
+        times = {"queue": self.queue, "TTFT": self.ttft, "ITL": self.itl, "TPOT": self.tpot, "e2e": self.e2e}
+        times["round on the device"] = self.device
+        return times if self.host is None else times | {"round on the host": self.host}
+
 
 def summarize(timeline: Timeline, capacity: Capacity, slo: Slo | None = None) -> Summary:
     """The figures of a timeline. Latencies are those of complete sequences; tokens are counted of all."""

@@ -247,12 +247,12 @@ def limits_for(config: DecoderConfig, options: EngineOptions) -> RunnerLimits:
         max_batched_tokens=max(options.max_batched_tokens, options.max_slots),
         max_prefill_rows=min(options.max_prefill_rows, options.max_slots),
         vocab_size=config.vocab_size,
-        window=_common_window(config),
+        window=common_window(config),
         host_pages=_host_pages(options.host_cache_gib, page_bytes, page_size),
     )
 
 
-def _common_window(config: DecoderConfig) -> int | None:
+def common_window(config: DecoderConfig) -> int | None:
     """The positions that any layer sees, if all see only so many."""
     windows = [window for window in config.windows if window is not None]
     return max(windows) if len(windows) == config.num_layers else None

@@ -94,17 +94,8 @@ def _sentence(text: str) -> str:
 
 def _figures(section: ReportSection) -> str:
     summary, unit = section.summary, section.unit
-    latencies = {
-        "queue": summary.queue,
-        "TTFT": summary.ttft,
-        "ITL": summary.itl,
-        "TPOT": summary.tpot,
-        "e2e": summary.e2e,
-        "round on the device": summary.device,
-        "round on the host": summary.host,
-    }
     head = "".join(f"<th>{name}</th>" for name in ("", "mean", "p50", "p90", "p99"))
-    rows = "".join(f"<tr><th>{name}</th>{_cells(values, unit)}</tr>" for name, values in latencies.items())
+    rows = "".join(f"<tr><th>{name}</th>{_cells(values, unit)}</tr>" for name, values in summary.latencies.items())
     good = [] if summary.good is None else [("within the objective", f"{summary.good} of {summary.sequences}")]
     counts = [
         ("complete", f"{summary.complete} of {summary.sequences}"),

@@ -146,6 +146,15 @@ def test_roofline_run(config_file, capsys, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
 
 
+def test_pages_behind_the_window_are_given_back_as_the_engine_does(tmp_path, capsys):
+    windowed = LLAMA_3_8B | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    path = tmp_path / "windowed.json"
+    path.write_text(json.dumps(windowed))
+    arguments = ("--num-prompts", "1", "--random-input-len", "900", "--random-output-len", "100", "--num-pages", "50")
+    found = run_json(capsys, "--target", "h100", "--config", str(path), *arguments)
+    assert found["output_tokens"] == 100  # 1,000 positions in 49 pages of 16
+
+
 def test_same_workload_same_hash(capsys):
     first, again = (run_json(capsys, "--num-prompts", "3", "--mode", mode) for mode in ("static", "continuous"))
     assert first["workload"] == again["workload"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -301,17 +300,17 @@ def _host_of_decode(rounds: Iterable[RoundTimeline]) -> float | None:
 
 def _host_exposed(rounds: Sequence[RoundTimeline]) -> float:
     """The host's time while no round was on the device, as a share of that and the device's time."""
-    work = sorted(span for round_ in rounds for span in _host_spans(round_))
+    work = sorted(span for round_ in rounds for span in _host_spans(round_) if span[0] < span[1])
     device = sum(round_.device_s for round_ in rounds)
     exposed, number = 0.0, 0
     for start, end in work:
         exposed += end - start
         while number < len(rounds) and rounds[number].end <= start:
             number += 1
-        for round_ in itertools.islice(rounds, number, None):
-            if round_.start >= end:
-                break
-            exposed -= min(end, round_.end) - max(start, round_.start)
+        beside = number
+        while beside < len(rounds) and rounds[beside].start < end:
+            exposed -= min(end, rounds[beside].end) - max(start, rounds[beside].start)
+            beside += 1
     return _per(exposed, exposed + device)
 
 

@@ -303,3 +303,20 @@ def test_a_simulation_has_no_host():
     summary = summarize(recorded(queued("a", 9.0, 4), *rounds), CAPACITY)
     assert summary.host is None
     assert "host" not in summary.bottleneck.evidence
+
+
+def test_figures_of_many_rounds_take_no_time_that_grows_with_their_square():
+    looks = 0
+
+    class Rounds(tuple):
+        def __iter__(self):
+            nonlocal looks
+            for round_ in super().__iter__():
+                looks += 1
+                yield round_
+
+    work = [round_of(number + 0.5, number + 1.0, {0: "a"}, decodes=[0]) for number in range(300)]
+    timeline = recorded(queued("a", 0.0, 4), *work)
+    summary = summarize(dataclasses.replace(timeline, rounds=Rounds(timeline.rounds)), CAPACITY)
+    assert summary.host_exposed == pytest.approx(0.5)  # 0.25 s before and after each half second
+    assert looks < 50 * len(work)

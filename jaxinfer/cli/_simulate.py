@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 _ABOUT = """Serve a workload by the real scheduler and page pool on a clock, without a device: with --steps at the step
 times that `jaxinfer bench steps --json` measured, with --target at the least times by the datasheet of a chip, else a
 tick for each round. --example shows three requests tick by tick under every combination of static waves or continuous
-batching, whole or chunked prefill, with or without a prefix cache."""
+batching, whole or chunked prefill, with or without a prefix cache; its --report has all of them,
+its --trace the last."""
 _PREFILL_ROWS = 8
 _MOST_PAGES = 10_000_000
 """Their records take about 1 GB."""

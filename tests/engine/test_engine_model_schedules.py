@@ -204,8 +204,7 @@ def test_a_sequence_whose_logits_are_no_numbers_ends_alone(runner):
         engine.step()
     engine.step()
     page = next(s.pages[0] for s in engine.scheduler.running if s.request.request_id == "bad")
-    values = runner.config.head_dim  # they stand behind the keys
-    kv = tuple(dataclasses.replace(kv, data=kv.data.at[page, ..., values:].set(jnp.nan)) for kv in runner.state.kv)
+    kv = tuple(dataclasses.replace(kv, data=kv.data.at[_values(kv, page)].set(jnp.nan)) for kv in runner.state.kv)
     runner.state = dataclasses.replace(runner.state, kv=kv)
     ends = {}
     while engine.has_unfinished:
@@ -213,3 +212,8 @@ def test_a_sequence_whose_logits_are_no_numbers_ends_alone(runner):
         engine.scheduler.check_integrity()
     assert (ends["bad"].finish_reason, ends["bad"].stop_reason) == ("abort", "non-finite logits")
     assert (ends["good"].finish_reason, ends["good"].token_ids) == ("length", expected)
+
+
+def _values(kv, page):
+    """Where the values of a page are: keys and values lie apart, or values stand behind keys of the same width."""
+    return (page, slice(None), 1) if kv.apart else (page, ..., slice(kv.width // 2, None))

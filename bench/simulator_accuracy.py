@@ -44,8 +44,8 @@ WORKLOADS = {
 STEPS = {
     "--batch": "1,2,4,8",
     "--context": "64,256,768",
-    "--prefill": "32,64,128,256,512",
-    "--prefill-rows": "1,2,8",
+    "--prefill": "32,64,96,128,192,256,384,512",
+    "--prefill-rows": "1,8",
     "--prefill-context": "0,256",
 }
 
@@ -98,7 +98,9 @@ def simulate(steps: dict[str, Any], config: SchedulerConfig, buckets: Buckets, w
 
 
 def figures(timeline: Timeline, config: SchedulerConfig) -> Summary:
-    return summarize(timeline, Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens))
+    return summarize(
+        timeline, Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens, config.max_prefill_rows)
+    )
 
 
 def compare(name: str, predicted: Summary, measured: Summary) -> list[Prediction]:

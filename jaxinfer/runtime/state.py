@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import current_platform
 class EngineState:
     """The cache. Donate it to every step: the pages are updated in place.
 
-    kv: per layer, pages [num_pages, kv_heads, page_size, page_row_dim] (see KVPages).
+    kv: per layer, pages of rows of page_row_dim features (see KVPages).
     page_table: i32[slots, max_pages], the page of positions column * page_size .. of each slot; 0 where there is none.
     lengths: i32[slots], positions cached.
     """

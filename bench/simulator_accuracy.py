@@ -98,9 +98,8 @@ def simulate(steps: dict[str, Any], config: SchedulerConfig, buckets: Buckets, w
 
 
 def figures(timeline: Timeline, config: SchedulerConfig) -> Summary:
-    return summarize(
-        timeline, Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens, config.max_prefill_rows)
-    )
+    limits = (config.max_slots, config.num_pages - 1, config.max_batched_tokens)
+    return summarize(timeline, Capacity(*limits, max_prefill_rows=config.max_prefill_rows))
 
 
 def compare(name: str, predicted: Summary, measured: Summary) -> list[Prediction]:

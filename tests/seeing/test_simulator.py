@@ -139,7 +139,8 @@ def test_what_can_never_fit_is_refused_and_the_others_are_served():
 )
 def test_every_token_of_every_request_comes(spec, mode, prefix, chunked):
     workload = random_workload(spec, 50)
-    sizes = {"max_batched_tokens": 8 if chunked else 32, "num_pages": 12}
+    longest = 8 + 2 * 10 + 2 * 6  # prefix, input and output
+    sizes = {"max_batched_tokens": 8 if chunked else longest, "num_pages": 12, "max_context": longest}
     timeline, refused = simulate(
         workload, mode=mode, enable_prefix_caching=prefix, enable_chunked_prefill=chunked, **sizes
     )

@@ -98,8 +98,7 @@ def simulate(steps: dict[str, Any], config: SchedulerConfig, buckets: Buckets, w
 
 
 def figures(timeline: Timeline, config: SchedulerConfig) -> Summary:
-    limits = (config.max_slots, config.num_pages - 1, config.max_batched_tokens)
-    return summarize(timeline, Capacity(*limits, max_prefill_rows=config.max_prefill_rows))
+    return summarize(timeline, Capacity.of_scheduler(config))
 
 
 def compare(name: str, predicted: Summary, measured: Summary) -> list[Prediction]:

@@ -72,7 +72,7 @@ class Recording:
         from jaxinfer.engine.report import ReportSection
 
         timeline = self._recorder.timeline()
-        section = ReportSection(title, facts, timeline, summarize(timeline, capacity_of(config)))
+        section = ReportSection(title, facts, timeline, summarize(timeline, Capacity.of_scheduler(config)))
         write_files(self._options, [section])
 
 
@@ -86,9 +86,3 @@ def write_files(options: argparse.Namespace, sections: Sequence[ReportSection]) 
             write_trace(sections[-1].timeline, options.trace)
         if options.report is not None:
             write_report(sections, options.report)
-
-
-def capacity_of(config: SchedulerConfig) -> Capacity:
-    """What sequences may have to wait for under a scheduler."""
-    static = config.mode == "static"
-    return Capacity(config.max_slots, config.num_pages - 1, config.max_batched_tokens, static, config.max_prefill_rows)

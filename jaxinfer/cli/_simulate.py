@@ -11,7 +11,6 @@ from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._parser import Parser, number, positive, refuse_without_effect
 from jaxinfer.cli._plan import add_config_source, read_decoder
 from jaxinfer.cli._recording import (
-    capacity_of,
     check_outputs,
     write_files,
 )
@@ -23,7 +22,7 @@ from jaxinfer.cli._workload import (
     read_workload,
     show_run,
 )
-from jaxinfer.core.latency import summarize
+from jaxinfer.core.latency import Capacity, summarize
 from jaxinfer.core.pool import ROOM_FOR_CACHE
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.scheduling_example import ExampleRun, example_config, first_and_last_tick, run_all, tick_rows
@@ -211,7 +210,7 @@ def _example(options: argparse.Namespace) -> int:
         sections = []
         for example in runs:
             config = example_config(example.mode, example.chunked_prefill, example.prefix_cache)
-            summary = summarize(example.timeline, capacity_of(config))
+            summary = summarize(example.timeline, Capacity.of_scheduler(config))
             facts = [("most pages held", str(example.peak_pages))]
             sections.append(ReportSection(example.title, facts, example.timeline, summary, TICKS))
         write_files(options, sections)

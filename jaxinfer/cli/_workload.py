@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
 from jaxinfer.cli._parser import number, positive, refuse_without_effect, whole_number
-from jaxinfer.cli._recording import add_file_options, capacity_of, write_files
+from jaxinfer.cli._recording import add_file_options, write_files
 from jaxinfer.cli._tables import print_table
-from jaxinfer.core.latency import Distribution, Slo, Summary, summarize
+from jaxinfer.core.latency import Capacity, Distribution, Slo, Summary, summarize
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.timeline import Timeline
 from jaxinfer.core.workload import LARGEST_LINE, Workload, WorkloadSpec, dataset_workload, random_workload
@@ -130,7 +130,7 @@ def show_run(
     """Print a run's figures and write its trace and report."""
     from jaxinfer.engine.report import ReportSection
 
-    summary = summarize(timeline, capacity_of(config), read_slo(options))
+    summary = summarize(timeline, Capacity.of_scheduler(config), read_slo(options))
     if options.json:
         print(json.dumps({"title": title} | dict(facts) | _without_none(asdict(summary))))
     else:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxinfer.core.scheduler_config import SchedulerConfig
 from jaxinfer.core.timeline import RoundTimeline, SequenceTimeline, Timeline
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -103,6 +104,17 @@ class Capacity:
     max_batched_tokens: int
     static: bool = False
     max_prefill_rows: int | None = None
+
+    @classmethod
+    def of_scheduler(cls, config: SchedulerConfig) -> Capacity:
+        """What sequences may have to wait for under a scheduler."""
+        return cls(
+            max_slots=config.max_slots,
+            usable_pages=config.num_pages - 1,
+            max_batched_tokens=config.max_batched_tokens,
+            static=config.mode == "static",
+            max_prefill_rows=config.max_prefill_rows,
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import current_platform
+
 QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Largest magnitude of each quantized page type; a row's largest feature is mapped to it."""
 NOT_JOINED = "The Pallas kernels read rows of a key and its value joined, but these pages have them apart."
@@ -74,6 +76,11 @@ def empty_pages(
         raise ValueError(f"width is {width}, but pages that have keys and values apart need an even one.")
     scales = jnp.zeros((num_pages, 2, kv_heads, page_size), jnp.float32) if is_quantized(dtype) else None
     return KVPages(jnp.zeros(pool_shape(num_pages, kv_heads, page_size, width, apart), dtype), scales)
+
+
+def better_apart() -> bool:
+    """Whether pages had better have keys and values apart where the code being traced will run."""
+    return current_platform() == "cpu"
 
 
 def pool_shape(num_pages: int, kv_heads: int, page_size: int, width: int, apart: bool) -> tuple[int, ...]:

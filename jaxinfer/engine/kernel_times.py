@@ -18,7 +18,7 @@ from pallas_kernels.dispatch import AUTO, choose_for
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
-from pallas_kernels.pages import pool_shape
+from pallas_kernels.pages import better_apart, pool_shape
 
 OPERATIONS = DECODE, PREFILL, WRITE = ("paged_decode", "paged_prefill", "kv_write")
 MOST_LONE_TOKENS = 64
@@ -235,8 +235,7 @@ class KernelCalls:
 
     def _random_pool(self, key: jax.Array) -> KVPages:
         shape = self.shape
-        apart = jax.default_backend() == "cpu"
-        sizes = pool_shape(self.num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim, apart)
+        sizes = pool_shape(self.num_pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim, better_apart())
         return random_pages(key, sizes, shape.pool_dtype)
 
 

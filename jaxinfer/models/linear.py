@@ -103,7 +103,7 @@ def product(x: jax.Array, kernel: Weight, outputs: tuple[int, ...], name: str, c
     if isinstance(kernel, QuantizedWeight):
         return _unflattened(_cut(quantized_matmul, name)(x, kernel), outputs)
     inputs = kernel.shape[0]
-    if current_platform() == "cpu" and x.dtype == jnp.bfloat16:
+    if _is_bfloat16_on_cpu(x):
         return _bfloat16_product(x, kernel, axis=0).astype(x.dtype)
     if x.shape[0] > 1 or inputs % CPU_SPLITS or current_platform() != "cpu":
         return jnp.tensordot(x, kernel, axes=1, precision=precision(config))
@@ -113,11 +113,15 @@ def product(x: jax.Array, kernel: Weight, outputs: tuple[int, ...], name: str, c
     return sums.sum(0).reshape(1, *outputs)
 
 
+def _is_bfloat16_on_cpu(x: jax.Array) -> bool:
+    return x.dtype == jnp.bfloat16 and current_platform() == "cpu"
+
+
 def _bfloat16_product(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
     """x [T, inputs] times a weight with its inputs on `axis`, on a CPU -> f32[T, outputs ...].
 
     XLA multiplies bfloat16 as it is when the result is float32 and there is more than one row; otherwise it first
-    converts the whole weight to float32, which takes ten times as long.
+    converts the whole weight to float32, which takes far longer.
     """
     rows = x.shape[0]
     padded = jnp.pad(x, ((0, 1), (0, 0))) if rows == 1 else x
@@ -128,7 +132,7 @@ def table_product(x: jax.Array, table: Weight, config: DecoderConfig) -> jax.Arr
     """x [R, features] times every row of a table [tokens, features] -> f32[R, tokens]: logits."""
     if isinstance(table, QuantizedWeight):
         return _cut(partial(quantized_matmul, out_dtype=jnp.float32), "head")(x, table)
-    if current_platform() == "cpu" and x.dtype == jnp.bfloat16:
+    if _is_bfloat16_on_cpu(x):
         return _bfloat16_product(x, table, axis=1)
     # The table is the left operand: with few rows, XLA's CPU product reads it at full bandwidth only this way.
     contract_features = (((1,), (1,)), ((), ()))

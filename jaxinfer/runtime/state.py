@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxinfer.models import DecoderConfig
 from pallas_kernels import KVPages, empty_pages
 from pallas_kernels.dispatch import current_platform
+from pallas_kernels.pages import better_apart
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +93,7 @@ def init_state(
     if num_slots < 1 or max_context < 1:
         raise ValueError(f"num_slots and max_context must be at least 1, not {num_slots} and {max_context}.")
     dtype, width = jnp.dtype(config.page_dtype), page_row_dim(config)
-    apart = current_platform() == "cpu" and config.row_dim == 2 * config.head_dim
+    apart = better_apart() and config.row_dim == 2 * config.head_dim
     sizes = (num_pages, config.num_kv_heads, page_size, width, dtype)
     kv = tuple(empty_pages(*sizes, apart=apart) for _ in range(config.num_layers))
     max_pages = -(-max_context // page_size)

@@ -129,10 +129,11 @@ def test_pallas_kernels_say_that_they_need_keys_and_values_joined(name: str, mon
     monkeypatch.setattr("pallas_kernels.kv_write.pallas_mosaic_gpu.unsupported_here", lambda: None)
     case = AttentionCase("apart", lengths=(20, 5), chunks=(7, 5), apart=True, head_dim=128, dtype="bfloat16")
     arguments = build_arguments(case)
-    decode = dataclasses.replace(arguments, query_starts=None, q=arguments.q[:2])
+    reading = dataclasses.replace(arguments, k=None, v=None)  # what is written is refused for itself
+    decode = dataclasses.replace(reading, query_starts=None, q=arguments.q[:2])
     calls = {
         "paged_decode": decode.positional(case.spec),
-        "paged_prefill": arguments.positional(case.spec),
+        "paged_prefill": reading.positional(case.spec),
         "kv_write": (arguments.k, arguments.v, arguments.pages, arguments.lengths, arguments.lengths),
     }
     for operation, call in calls.items():

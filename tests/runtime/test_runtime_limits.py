@@ -114,3 +114,10 @@ def test_every_batch_has_a_bucket(slots, context, tokens, rows, data):
     held_tokens, held_rows = buckets.prefill_for(total, min(len(lengths), total))
     assert held_tokens >= total
     assert held_rows >= min(len(lengths), total)
+
+
+def test_batch_shapes_are_powers_of_two_and_of_the_larger_ones_those_between():
+    buckets = buckets_for(RunnerLimits(32, 16, 100, 1024, 512, 8, 160))
+    assert buckets.decode_rows == (1, 2, 4, 8, 16, 24, 32)
+    assert buckets.prefill == tuple((tokens, 8) for tokens in (32, 64, 96, 128, 192, 256, 384, 512))
+    assert buckets.prefill_for(100, 1) == buckets.prefill_for(128, 8) == (128, 8)

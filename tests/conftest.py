@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +14,29 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_NAMES = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz")))
+
+MOST_MAPPINGS = 20_000
+"""Linux allows a process 65,530 memory mappings by default, and every program compiled for a CPU takes some hundreds of
+them: the compiler crashes when there are no more."""
+TESTS_BETWEEN_COUNTS = 25
+tests_run = pytest.StashKey[int]()
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give up the programs of earlier tests in time."""
+    stash = item.config.stash
+    stash[tests_run] = stash.get(tests_run, 0) + 1
+    if stash[tests_run] % TESTS_BETWEEN_COUNTS == 0 and memory_mappings() > MOST_MAPPINGS and "jax" in sys.modules:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
+
+def memory_mappings() -> int:
+    """Of this process; 0 where that is not known."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @dataclass(frozen=True)

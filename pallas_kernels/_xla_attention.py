@@ -85,10 +85,11 @@ def empty_partial(shape: tuple[int, ...], v_dim: int, sinks: jax.Array | None) -
 
 
 def add_block(
-    partial: Partial, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, softcap: float | None
+    partial: Partial | None, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, softcap: float | None
 ) -> Partial:
     """Fold one block in.
 
+    partial: None where nothing was seen before, not even sinks.
     q: f32[B, kv_heads, queries, k_dim], scaled. k: f32[B, kv_heads, positions, k_dim]. v: f32[.., v_dim], finite.
     visible: bool, broadcastable to [B, kv_heads, queries, positions].
     """
@@ -101,14 +102,16 @@ def add_block(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, MASKED)
-    largest = jnp.maximum(partial.largest, scores.max(-1))
-    decay = jnp.exp(partial.largest - largest)
-    # While a row has seen nothing, largest is MASKED and exp(0) would count the invisible; the mask keeps them at 0.
-    weights = jnp.where(visible, jnp.exp(scores - largest[..., None]), 0)
+    largest = scores.max(-1) if partial is None else jnp.maximum(partial.largest, scores.max(-1))
+    # While a row has seen nothing, largest is MASKED, and exp(0) would count the invisible.
+    weights = jnp.exp(scores - jnp.maximum(largest, MASKED / 2)[..., None])
     if by_sums:
         weighted = (v[:, :, None] * weights[..., None]).sum(3)
     else:
         weighted = jnp.einsum("bhqt,bhtd->bhqd", weights, v, precision=_EXACT)
+    if partial is None:
+        return Partial(largest, weights.sum(-1), weighted)
+    decay = jnp.exp(partial.largest - largest)
     return Partial(largest, partial.total * decay + weights.sum(-1), partial.weighted * decay[..., None] + weighted)
 
 
@@ -128,6 +131,6 @@ def finish(partial: Partial) -> jax.Array:
     return jnp.where(total == 0, 0, partial.weighted / jnp.where(total == 0, 1, total))
 
 
-def visible_from(lengths: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The first position that the query at position lengths - 1 sees (negative when a window is not full yet)."""
-    return jnp.zeros_like(lengths) if spec.window is None else lengths - spec.window
+def take(array: jax.Array, indices: jax.Array) -> jax.Array:
+    """array[indices] along the first axis, for indices that are inside: one operation, where indexing makes several."""
+    return array.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli._errors import UserMistake, user_mistakes
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _ABOUT = """Compile the real prefill and decode steps of a model for a chip, with the chip's real compiler, on any
 machine and without the weights. For every batch shape it tells whether the program compiles, how much memory it takes,
 whether the KV pool is updated in place, and the least time a step can take by the chip's datasheet; at the end whether
-it all fits, and the largest pool that does. Needs Python 3.12 or newer and the compilers: pip install -e '.[aot]'."""
+it all fits, and the largest pool that does. "8+64" rows are a prefill of up to 8 prompts that takes along up to 64
+decodes; its floor is with all of them at the largest context. Needs Python 3.12 or newer and the compilers: pip install
+-e '.[aot]'."""
 GIB = 1024**3
 DEFAULT_MAX_CONTEXT = 2048
 
@@ -92,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(config: DecoderConfig, options: argparse.Namespace) -> tuple[RunnerLimits, Buckets]:
-    from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
+    from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
     max_context = options.max_context or min(DEFAULT_MAX_CONTEXT, config.max_positions)
     if max_context > config.max_positions:
@@ -107,14 +109,14 @@ def _sizes(config: DecoderConfig, options: argparse.Namespace) -> tuple[RunnerLi
         max_prefill_rows=min(options.max_prefill_rows, options.max_slots),
         vocab_size=config.vocab_size,
     )
-    buckets = buckets_for(limits)
+    buckets = buckets_for(limits, on_cpu=False)
     decode, prefill = buckets.decode_rows, buckets.prefill
     if options.decode_rows:
         decode = _only(decode, options.decode_rows, "--decode-rows")
     if options.prefill_tokens:
         lengths = _only(tuple(sorted({tokens for tokens, _ in prefill})), options.prefill_tokens, "--prefill-tokens")
         prefill = tuple(bucket for bucket in prefill if bucket[0] in lengths)
-    return limits, Buckets(decode, prefill)
+    return limits, replace(buckets, decode_rows=decode, prefill=prefill)
 
 
 def _only(all_of_them: tuple[int, ...], wanted: tuple[int, ...], flag: str) -> tuple[int, ...]:
@@ -143,7 +145,7 @@ class _TablePrinter:
 
     _COLUMNS = (
         ("step", 8),
-        ("rows", 5),
+        ("rows", 7),
         ("tokens", 7),
         ("compile s", 10),
         ("args GiB", 9),
@@ -166,7 +168,7 @@ class _TablePrinter:
         moved = report.bytes_accessed
         values: tuple[Any, ...] = (
             report.kind,
-            report.rows,
+            f"{report.rows}+{report.decodes}" if report.decodes else report.rows,
             report.tokens,
             f"{report.seconds:.1f}",
             f"{report.argument_bytes / GIB:.2f}",

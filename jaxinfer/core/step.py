@@ -85,7 +85,7 @@ class PrefillRow:
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """One round. The device moves pages out, copies pages and brings pages in, applies table updates and slot setups,
-    then decodes, then prefills, then samples both.
+    then decodes and prefills, and samples for both.
 
     Attributes:
         table_updates: new page table entries; an entry never changes while its sequence keeps the slot.

@@ -33,7 +33,8 @@ class MeasuredSteps:
     token counts; one token takes what the smallest decode takes. To this comes what prefills of several prompts took
     longer than one of as many tokens, and those after cached positions longer than those without, as far as the file
     has such prefills: linear between measured prompts and positions (their mean over the tokens), for the nearest token
-    counts. A round takes its decode and its prefill one after the other.
+    counts. A round takes its decode and its prefill one after the other, unless they run in one program: then it takes
+    a prefill of the tokens of both, and what the context adds to a decode of all rows that the program has.
     streamed: rounds are dispatched one ahead, so that they take what the steps took that were dispatched back to back,
     not what those took that were waited for.
     Raises ValueError, one sentence, when the file is none of `bench steps` or has no decode or no prefill.
@@ -60,17 +61,23 @@ class MeasuredSteps:
 
     def __call__(self, shape: RoundShape) -> float:
         """Seconds of a round."""
-        seconds = 0.0
-        if shape.decode_contexts:
-            rows = self._buckets.decode(len(shape.decode_contexts))
-            seconds += max(0.0, _between_both(self._decode, rows, statistics.fmean(shape.decode_contexts)))
-        if shape.prefills:
-            seconds += self._prefill_seconds(shape.prefills)
-        return seconds
+        decodes, prefills = len(shape.decode_contexts), shape.prefills
+        if not decodes:
+            return self._prefill_seconds(prefills)
+        context = statistics.fmean(shape.decode_contexts)
+        if not prefills:
+            return self._decode_seconds(decodes, context)
+        if not self._buckets.mixes(decodes, sum(tokens for _, tokens in prefills), len(prefills)):
+            return self._decode_seconds(decodes, context) + self._prefill_seconds(prefills)
+        per_position = _between([(batch, _slope(points)) for batch, points in self._decode], self._buckets.mixed_rows)
+        return self._prefill_seconds(prefills, decodes) + max(0.0, per_position) * context
 
-    def _prefill_seconds(self, rows: Sequence[tuple[int, int]]) -> float:
+    def _decode_seconds(self, decodes: int, context: float) -> float:
+        return max(0.0, _between_both(self._decode, self._buckets.decode(decodes), context))
+
+    def _prefill_seconds(self, rows: Sequence[tuple[int, int]], decodes: int = 0) -> float:
         computed = sum(tokens for _, tokens in rows)
-        bucket = self._buckets.prefill_for(computed, len(rows))[0]
+        bucket = self._buckets.prefill_for(computed + decodes, len(rows))[0]
         context = sum(start * tokens for start, tokens in rows) / computed
         return max(
             _between(self._prefill, bucket)
@@ -83,8 +90,8 @@ class MeasuredSteps:
 class RooflineSteps:
     """Rounds that take `floor_ratio` times the least time by the datasheet, on so many of a target's devices.
 
-    The least work is that of `decode_cost` and `prefill_cost`, counted for every sequence by its own context. A round
-    takes its decode and its prefill one after the other.
+    The least work is that of `decode_cost` and `prefill_cost`, counted for every sequence by its own context; the
+    decodes and the prefill of a round read the weights once, in one program.
     """
 
     def __init__(self, config: DecoderConfig, target: Target, devices: int, floor_ratio: float = 1.0) -> None:
@@ -101,25 +108,21 @@ class RooflineSteps:
 
     def __call__(self, shape: RoundShape) -> float:
         """Seconds of a round."""
-        costs = []
-        if shape.decode_contexts:
-            costs.append(self.cost([(context, 1) for context in shape.decode_contexts], reads_new=True))
-        if shape.prefills:
-            costs.append(self.cost(shape.prefills, reads_new=False))
-        return self._ratio * sum(cost.floor_seconds(self._bandwidth, self._rate) for cost in costs)
+        cost = self.cost(shape.decode_contexts, shape.prefills)
+        return self._ratio * cost.floor_seconds(self._bandwidth, self._rate)
 
-    def cost(self, rows: Sequence[tuple[int, int]], *, reads_new: bool) -> StepCost:
-        """The least work of one program for (positions cached before, positions computed) of every sequence.
-
-        reads_new: whether the new keys and values are read from memory too, as decode does.
-        """
+    def cost(self, decode_contexts: Sequence[int], prefills: Sequence[tuple[int, int]]) -> StepCost:
+        """The least work of one program for what a `RoundShape` has."""
+        rows = [(context, 1) for context in decode_contexts] + list(prefills)
         tokens = sum(computed for _, computed in rows)
         moved = self._weight_bytes(tokens) + len(rows) * self._logit_bytes
         moved += tokens * (self._embedding_bytes + self._kv_bytes)
+        # A decode reads its new key and value from memory too; a prefill still has its own.
+        visible = [self._visible(context + 1) for context in decode_contexts]
+        visible += [self._visible(start) for start, _ in prefills]
+        moved += sum(visible) * self._kv_bytes_per_layer
         flops = tokens * self._token_flops + len(rows) * self._head_flops
-        for start, computed in rows:
-            moved += self._visible(start + computed if reads_new else start) * self._kv_bytes_per_layer
-            flops += self._pairs(start, computed) * self._pair_flops
+        flops += sum(self._pairs(start, computed) for start, computed in rows) * self._pair_flops
         return StepCost(moved, flops)
 
     def _visible(self, length: int) -> int:
@@ -142,6 +145,12 @@ def _by_size(measured: Iterable[tuple[int, int, float]]) -> _Curves:
     for size, other, seconds in measured:
         curves.setdefault(size, []).append((other, seconds))
     return [(size, sorted(points)) for size, points in sorted(curves.items())]
+
+
+def _slope(points: _Points) -> float:
+    """From the first point to the last; 0 of a single one."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    return (y1 - y0) / (x1 - x0) if x1 > x0 else 0.0
 
 
 def _between_both(curves: _Curves, size: float, other: float) -> float:

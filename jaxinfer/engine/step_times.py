@@ -113,10 +113,10 @@ class TimerSizes:
 
     def buckets(self, limits: RunnerLimits) -> Buckets:
         """Of all the runner's batch shapes those that are timed."""
-        served = buckets_for(limits)
+        served = buckets_for(limits, on_cpu=jax.default_backend() == "cpu")
         decode = {served.decode(batch) for batch in self.batches}
         prefill = {served.prefill_for(tokens * rows, rows) for tokens, rows in self.prefill_shapes}
-        return Buckets(tuple(sorted(decode)), tuple(sorted(prefill)))
+        return dataclasses.replace(served, decode_rows=tuple(sorted(decode)), prefill=tuple(sorted(prefill)))
 
 
 class StepTimer:
@@ -267,7 +267,7 @@ class _TimedRunner(Runner):
 
     def dispatch_prefill(self, rows: Sequence[PrefillRow]) -> Any:
         """What a prefill will sample, not waited for."""
-        return self._prefill(rows, ())[0]
+        return self._prefill(rows, (), ())[0]
 
 
 def check_memory(config: DecoderConfig, limits: RunnerLimits) -> None:

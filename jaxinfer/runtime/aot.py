@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models import DecoderConfig, abstract_params
 from jaxinfer.runtime.chips import USABLE_MEMORY, Target, gpu_target_config
-from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost
+from jaxinfer.runtime.cost import StepCost, decode_cost, mixed_cost, prefill_cost
 from jaxinfer.runtime.hlo_traffic import memory_traffic
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
 from jaxinfer.runtime.parallel import MODEL_AXIS, check_divisible, param_specs, state_specs
-from jaxinfer.runtime.programs import integers, prefill_updates, updates_of
-from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, init_state
-from jaxinfer.runtime.steps import attention_spec, decode_step, prefill_step
+from jaxinfer.runtime.programs import integers, prefill_shapes, updates_of
+from jaxinfer.runtime.state import DecodeBatch, EngineState, init_state
+from jaxinfer.runtime.steps import attention_spec, decode_step, mixed_step
 from pallas_kernels.dispatch import choose_for
 from pallas_kernels.quantized_matmul import stored_bytes
 
@@ -36,10 +36,12 @@ class CompilerMissing(ValueError):
 class BucketReport:
     """One compiled program, per device.
 
-    kind: "decode" or "prefill". rows: sequences. tokens: positions computed in all.
+    kind: "decode" or "prefill". rows: sequences of it. decodes: sequences that may decode beside a prefill. tokens:
+        positions computed in all.
     seconds: of compiling. argument_bytes, temp_bytes, alias_bytes: the compiler's own figures.
     pool_bytes: of the KV pool. in_place: the pool is updated without a copy (alias_bytes covers it).
-    cost: the least work. bytes_accessed: what the compiled program moves to and from memory, where it can be counted.
+    cost: the least work, with all decodes at the largest context. bytes_accessed: what the compiled program moves to
+        and from memory, where it can be counted.
     flops: the compiler's count, None where it gives none.
     floor_s: least time by the datasheet. estimate_s: the compiler's estimate, None where it gives no usable one.
     kernels: the lowering chosen for attention, and why.
@@ -47,6 +49,7 @@ class BucketReport:
 
     kind: str
     rows: int
+    decodes: int
     tokens: int
     seconds: float
     argument_bytes: int
@@ -103,7 +106,7 @@ def compile_report(
     if not 1 <= parallel <= target.devices:
         raise ValueError(f"{target.name} has {target.devices} devices, so tensor parallelism cannot be {parallel}.")
     check_divisible(config, parallel)
-    build = _Build(config, limits, target, _devices(target)[:parallel])
+    build = _Build(config, limits, buckets, target, _devices(target)[:parallel])
     reports = []
     for kind, rows, tokens in _programs(buckets):
         reports.append(build.compile(kind, rows, tokens))
@@ -144,8 +147,11 @@ def _devices(target: Target) -> list[Any]:
 class _Build:
     """One model on one target: abstract arguments with their shardings."""
 
-    def __init__(self, config: DecoderConfig, limits: RunnerLimits, target: Target, devices: list[Any]) -> None:
+    def __init__(
+        self, config: DecoderConfig, limits: RunnerLimits, buckets: Buckets, target: Target, devices: list[Any]
+    ) -> None:
         self.config, self.limits, self.target, self.parallel = config, limits, target, len(devices)
+        self.buckets = buckets
         self.mesh = jax.sharding.Mesh(devices, (MODEL_AXIS,))
         cores = None if target.chip.gpu is not None else devices[0].num_cores
         abstract_device = jax.sharding.AbstractDevice(
@@ -192,6 +198,7 @@ class _Build:
         return BucketReport(
             kind=kind,
             rows=rows,
+            decodes=self._decodes_beside(tokens) if kind == "prefill" else 0,
             tokens=tokens,
             seconds=seconds,
             argument_bytes=memory.argument_size_in_bytes,
@@ -232,11 +239,17 @@ class _Build:
             batch: Any = DecodeBatch(integers(rows), integers(rows), updates_of(rows))
             step, cost = decode_step, decode_cost(self.config, rows, context - 1)
         else:
-            updates = updates_of(prefill_updates(tokens, rows, self.limits.page_size))
-            shapes = integers(tokens), integers(rows + 1), integers(rows), integers(rows)
-            batch = PrefillBatch(*shapes, updates)
-            step, cost = prefill_step, prefill_cost(self.config, tokens)
+            batch = prefill_shapes(tokens, rows, self.buckets.mixed_in(tokens), self.limits)
+            decodes = self._decodes_beside(tokens)
+            cost = (
+                mixed_cost(self.config, tokens, decodes, context - 1) if decodes else prefill_cost(self.config, tokens)
+            )
+            step = mixed_step
         return step, self._place(batch, jax.tree.map(lambda _: PartitionSpec(), batch)), cost
+
+    def _decodes_beside(self, tokens: int) -> int:
+        """Decodes that run with a prefill in `tokens` positions, of which one at least is the prefill's."""
+        return min(self.buckets.mixed_in(tokens), tokens - 1)
 
     def _place(self, tree: Any, specs: Any) -> Any:
         def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -59,6 +59,14 @@ def prefill_cost(config: DecoderConfig, tokens: int, start: int = 0) -> StepCost
     return StepCost(moved, 2 * tokens * matmul_weights(config) + 2 * head_weights(config) + attention)
 
 
+def mixed_cost(config: DecoderConfig, tokens: int, decodes: int, context: int) -> StepCost:
+    """One program for `tokens` positions: one each of `decodes` sequences with `context` cached, then a prefill."""
+    decode, prefill = decode_cost(config, decodes, context), prefill_cost(config, tokens - decodes)
+    alone = weight_bytes_read(config, decodes) + weight_bytes_read(config, tokens - decodes)
+    moved = decode.bytes + prefill.bytes - alone + weight_bytes_read(config, tokens)
+    return StepCost(moved, decode.flops + prefill.flops)
+
+
 @functools.cache
 def _leaves(config: DecoderConfig) -> tuple[tuple[tuple[Any, ...], Any], ...]:
     """(path, shape and type) of every parameter; kept, since large models take seconds to trace."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxinfer.core.scheduler_config import SchedulerConfig
@@ -81,10 +83,16 @@ class Buckets:
 
     decode_rows: row counts of decode, rising.
     prefill: (tokens, rows) of prefill, in order of preference.
+    mixed_rows: decodes that a prefill has room for beside its own rows, their tokens among its tokens; 0 for none.
+    least_mixed: decodes from which on they run together with a prefill; fewer run as a decode of their own.
+    most_mixed: tokens of the largest prefill with such room.
     """
 
     decode_rows: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
+    mixed_rows: int = 0
+    least_mixed: int = 1
+    most_mixed: int = sys.maxsize
 
     def decode(self, rows: int) -> int:
         """The bucket for a decode of `rows` sequences."""
@@ -92,7 +100,19 @@ class Buckets:
 
     def prefill_for(self, tokens: int, rows: int) -> tuple[int, int]:
         """The bucket for a prefill of `tokens` tokens of `rows` sequences."""
-        return next(bucket for bucket in self.prefill if bucket[0] >= tokens and bucket[1] >= rows)
+        return next(self._holding(tokens, rows))
+
+    def mixes(self, decodes: int, tokens: int, rows: int) -> bool:
+        """Whether so many decodes run in one program with a prefill of `tokens` tokens of `rows` sequences."""
+        bucket = next(self._holding(decodes + tokens, rows), None)
+        return bucket is not None and self.least_mixed <= decodes <= self.mixed_in(bucket[0])
+
+    def _holding(self, tokens: int, rows: int) -> Iterator[tuple[int, int]]:
+        return (bucket for bucket in self.prefill if bucket[0] >= tokens and bucket[1] >= rows)
+
+    def mixed_in(self, tokens: int) -> int:
+        """Decodes that the prefill bucket of `tokens` tokens has room for."""
+        return self.mixed_rows if tokens <= self.most_mixed else 0
 
 
 SMALLEST_PREFILL = 32
@@ -100,16 +120,25 @@ HALVED_ROWS, HALVED_TOKENS = 16, 64
 """From here on there is a decode batch, or a number of prefill tokens, halfway between two powers of two."""
 
 
-def buckets_for(limits: RunnerLimits) -> Buckets:
+MOST_MIXED_ON_CPU = 192
+
+
+def buckets_for(limits: RunnerLimits, *, on_cpu: bool = True) -> Buckets:
     """Powers of two up to the limits; of the larger ones, where padding costs most, those halfway between as well.
 
-    A prefill has room for as many sequences as may come, since those that do not come cost next to nothing.
+    A prefill has room for as many sequences as may come, since those that do not come cost next to nothing. So it has
+    for decodes, which then read no weights of their own. On a CPU that is little of what a large prefill takes, and its
+    attention works as long for the decodes that do not come as for those that do: there, only small prefills have that
+    room, and at least half of it must be taken.
     """
-    most = min(limits.max_batched_tokens, limits.max_context * limits.max_prefill_rows)
+    most = min(limits.max_batched_tokens, limits.max_context * limits.max_prefill_rows + limits.max_slots)
     tokens = _sizes(min(SMALLEST_PREFILL, most), most, HALVED_TOKENS)
     return Buckets(
         decode_rows=_sizes(1, limits.max_slots, HALVED_ROWS),
         prefill=tuple((size, limits.max_prefill_rows) for size in tokens),
+        mixed_rows=limits.max_slots if limits.max_slots > 1 else 0,
+        least_mixed=-(-limits.max_slots // 2) if on_cpu else 1,
+        most_mixed=MOST_MIXED_ON_CPU if on_cpu else sys.maxsize,
     )
 
 

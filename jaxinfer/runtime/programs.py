@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +18,8 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime import sampler
 from jaxinfer.runtime.limits import Buckets, RunnerLimits
 from jaxinfer.runtime.page_moves import PAGES_PER_CALL, copy_pages, gather_pages, scatter_pages
-from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates, init_state
-from jaxinfer.runtime.steps import Params, decode_step, logits_of, prefill_hidden, prefill_logits
+from jaxinfer.runtime.state import DecodeBatch, EngineState, MixedBatch, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import Params, decode_places, decode_step, logits_of, mixed_hidden, wanted_logits
 
 FACTS_PER_CALL = 1024
 """Entries that one call of `add_token_facts` takes."""
@@ -56,7 +59,8 @@ def compile_programs(
     compiled: dict[tuple[str, Any], Program] = {}
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        pending = [(key, pool.submit(lower().compile, _compiler_options())) for key, lower in _largest_first(tasks)]
+        with _collection_paused():
+            pending = [(key, pool.submit(lower().compile, _compiler_options())) for key, lower in _largest_first(tasks)]
         for index, (key, future) in enumerate(pending):
             compiled[key] = future.result()
             if on_progress is not None:
@@ -79,6 +83,18 @@ def compile_programs(
         gather_pages=compiled.get(("gather_pages", None)),
         scatter_pages=compiled.get(("scatter_pages", None)),
     )
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Tracing makes a great many objects that stay; looking for garbage among them takes a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _compiler_options() -> dict[str, Any]:
@@ -104,11 +120,23 @@ def decode_round(
 
 
 def prefill_round(
-    config: DecoderConfig, most_tokens: int, params: Params, state: EngineState, batch: PrefillBatch
+    config: DecoderConfig,
+    most_tokens: int,
+    params: Params,
+    state: EngineState,
+    last_token: jax.Array,
+    batch: MixedBatch,
 ) -> tuple[jax.Array, jax.Array, EngineState]:
-    """Logits f32[N, vocab] of each row's last position, hidden states [most_tokens, hidden] of all, the new state."""
-    hidden, state = prefill_hidden(config, params, state, batch)
-    logits = prefill_logits(config, params, hidden, batch)
+    """Logits f32[R, vocab] of the wanted tokens, hidden states [most_tokens, hidden] of all, the new state.
+
+    The batch comes without the tokens of its decodes: they are those that each slot sampled last.
+    """
+    places = decode_places(batch)
+    decode_ids = last_token.at[batch.decode_slots].get(mode="fill", fill_value=0)
+    token_ids = batch.prefill.token_ids.at[places].set(decode_ids, mode="drop")
+    batch = dataclasses.replace(batch, prefill=dataclasses.replace(batch.prefill, token_ids=token_ids))
+    hidden, state = mixed_hidden(config, params, state, batch)
+    logits = wanted_logits(config, params, hidden, batch.wanted)
     # One shape for all buckets, so that one scoring program serves them.
     return logits, jnp.pad(hidden, ((0, most_tokens - hidden.shape[0]), (0, 0))), state
 
@@ -155,17 +183,12 @@ def _tasks(config: DecoderConfig, params: Params, limits: RunnerLimits, buckets:
     prefill = jax.jit(prefill_round, static_argnums=(0, 1), donate_argnums=3)
     most_tokens = padded_hidden_rows(buckets)
     for tokens, rows in buckets.prefill:
-        batch = PrefillBatch(
-            integers(tokens),
-            integers(rows + 1),
-            integers(rows),
-            integers(rows),
-            updates_of(prefill_updates(tokens, rows, limits.page_size)),
-        )
-        yield ("prefill", (tokens, rows)), 3, _lowering(prefill, config, most_tokens, params, state, batch)
+        batch = prefill_shapes(tokens, rows, buckets.mixed_in(tokens), limits)
+        arguments = (params, state, last_token, batch)
+        yield ("prefill", (tokens, rows)), 3, _lowering(prefill, config, most_tokens, *arguments)
 
     sample = jax.jit(sampler.sample, donate_argnums=0)
-    for rows in sorted({*buckets.decode_rows, *(rows for _, rows in buckets.prefill)}):
+    for rows in sorted({*buckets.decode_rows, limits.max_slots}):
         logits = jax.ShapeDtypeStruct((rows, limits.vocab_size), jnp.float32)
         yield ("sample", rows), 1, _lowering(sample, sampling, logits, integers(rows))
 
@@ -209,7 +232,14 @@ def updates_of(count: int) -> TableUpdates:
     return TableUpdates(integers(count), integers(count), integers(count))
 
 
-def prefill_updates(tokens: int, rows: int, page_size: int) -> int:
+def prefill_shapes(tokens: int, rows: int, decodes: int, limits: RunnerLimits) -> MixedBatch:
+    """The shapes of what a prefill program is given: every slot may sample in one round."""
+    updates = updates_of(table_updates(tokens, rows + decodes, limits.page_size))
+    prefill = PrefillBatch(integers(tokens), integers(rows + 1), integers(rows), integers(rows), updates)
+    return MixedBatch(prefill, integers(decodes), integers(limits.max_slots))
+
+
+def table_updates(tokens: int, rows: int, page_size: int) -> int:
     """Most pages that `tokens` new positions of `rows` sequences can begin."""
     return tokens // page_size + rows
 

@@ -17,8 +17,9 @@ from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 from jaxinfer.runtime.page_moves import HostPages, PageMover
 from jaxinfer.runtime.pending import PendingStep, SampledBatch, ScoredPart
 from jaxinfer.runtime.programs import Programs, Progress
-from jaxinfer.runtime.state import EngineState, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.state import EngineState, MixedBatch, PrefillBatch, TableUpdates, init_state
 from jaxinfer.runtime.steps import Params
+from pallas_kernels.dispatch import current_platform
 
 TABLE_UPDATES_PER_CALL = 256
 """Page table entries that one call of `update_table` takes."""
@@ -50,7 +51,7 @@ class Runner:
         self.config = config
         self.params = params
         self.limits = limits
-        self.buckets: Buckets = buckets or buckets_for(limits)
+        self.buckets: Buckets = buckets or buckets_for(limits, on_cpu=current_platform() == "cpu")
         self.programs: Programs = compiled.compile_programs(config, params, limits, self.buckets, on_progress)
         kv = jax.eval_shape(self._empty_state).kv
         host = HostPages(kv, limits.host_pages) if limits.host_pages else None
@@ -84,26 +85,33 @@ class Runner:
         return self.dispatch(work).result()
 
     def dispatch(self, work: StepWork) -> PendingStep:
-        """Hand one round to the device: page moves, table updates and slot setups, decodes, prefills, then sampling.
+        """Hand one round to the device: page moves, slot setups, then decodes and prefills with what they sample, in
+        one program where the buckets say so, else the decodes first.
 
         Returns without waiting; rounds run in the order in which they are dispatched.
         """
         kv = self._mover.move(self.state.kv, work.page_outs, work.page_copies, work.page_ins)
         self.state = dataclasses.replace(self.state, kv=kv)
         self._set_up(work.slot_setups)
-        prefilled = {row.slot for row in work.prefills}
-        decode_updates = [update for update in work.table_updates if update.slot not in prefilled]
-        prefill_updates = [update for update in work.table_updates if update.slot in prefilled]
         batches: list[SampledBatch] = []
+        decodes, updates = work.decodes, work.table_updates
+        if decodes and not (work.prefills and self._mixes(work)):
+            prefilled = {row.slot for row in work.prefills}
+            own = [update for update in updates if update.slot not in prefilled]
+            batches.append(self._batch(self._decode(decodes, own), decodes, decodes))
+            decodes, updates = (), [update for update in updates if update.slot in prefilled]
         scores: dict[int, list[ScoredPart]] = {}
-        if work.decodes:
-            batches.append(self._batch(self._decode(work.decodes, decode_updates), work.decodes, work.decodes))
         if work.prefills:
-            choice, hidden = self._prefill(work.prefills, prefill_updates)
+            choice, hidden = self._prefill(work.prefills, decodes, updates)
             scores = self._score(work.prefills, hidden)
-            slots = [row.slot for row in work.prefills]
-            batches.append(self._batch(choice, slots, [row.slot for row in work.prefills if row.sample]))
+            slots = [*decodes, *(row.slot for row in work.prefills)]
+            sampling = [*decodes, *(row.slot for row in work.prefills if row.sample)]
+            batches.append(self._batch(choice, slots, sampling))
         return PendingStep(tuple(batches), scores)
+
+    def _mixes(self, work: StepWork) -> bool:
+        tokens = sum(len(row.token_ids) for row in work.prefills)
+        return self.buckets.mixes(len(work.decodes), tokens, len(work.prefills))
 
     def recover(self) -> bool:
         """Make the runner usable after `execute` was left by an exception; True if the cache was lost and is empty now.
@@ -132,29 +140,37 @@ class Runner:
         return self._sample(logits, padded)
 
     def _prefill(
-        self, prefills: Sequence[PrefillRow], updates: Sequence[TableUpdate]
+        self, prefills: Sequence[PrefillRow], decodes: Sequence[int], updates: Sequence[TableUpdate]
     ) -> tuple[sampler.Sampled, jax.Array]:
+        """What the decoding slots and then the prefilled rows sample, and the hidden states, prefilled rows first."""
         counts = [len(row.token_ids) for row in prefills]
-        tokens, rows = self.buckets.prefill_for(sum(counts), len(prefills))
+        prefilled = sum(counts)
+        tokens, rows = self.buckets.prefill_for(prefilled + len(decodes), len(prefills))
         token_ids = np.zeros(tokens, np.int32)
-        token_ids[: sum(counts)] = np.concatenate([row.token_ids for row in prefills])
-        query_starts = np.full(rows + 1, sum(counts), np.int32)
+        token_ids[:prefilled] = np.concatenate([row.token_ids for row in prefills])
+        query_starts = np.full(rows + 1, prefilled, np.int32)
         query_starts[: len(counts) + 1] = np.cumsum([0, *counts])
         starts = np.zeros(rows, np.int32)
         starts[: len(prefills)] = [row.start for row in prefills]
-        update_count = compiled.prefill_updates(tokens, rows, self.limits.page_size)
+        mixed_rows, slots = self.buckets.mixed_in(tokens), self.limits.max_slots
+        wanted = np.full(slots, tokens, np.int32)
+        wanted[: len(decodes)] = prefilled + np.arange(len(decodes))
+        wanted[len(decodes) : len(decodes) + len(prefills)] = query_starts[1 : len(prefills) + 1] - 1
+        update_count = compiled.table_updates(tokens, rows + mixed_rows, self.limits.page_size)
         self._enter_table(updates[update_count:])  # pages found in the prefix cache come in any number
-        batch = PrefillBatch(
+        prefill = PrefillBatch(
             token_ids,  # pyright: ignore[reportArgumentType]  # numpy arrays are moved by the compiled program
             query_starts,  # pyright: ignore[reportArgumentType]
             self._padded_slots([row.slot for row in prefills], rows),  # pyright: ignore[reportArgumentType]
             starts,  # pyright: ignore[reportArgumentType]
             self._table_updates(updates[:update_count], update_count),
         )
-        logits, hidden, self.state = self.programs.prefill[tokens, rows](self.params, self.state, batch)
+        batch = MixedBatch(prefill, self._padded_slots(decodes, mixed_rows), wanted)  # pyright: ignore[reportArgumentType]
+        step = self.programs.prefill[tokens, rows]
+        logits, hidden, self.state = step(self.params, self.state, self.sampler.last_token, batch)
         # A row that does not end its prompt is sampled as padding: nothing of it is kept.
-        sampling = [row.slot if row.sample else self.limits.max_slots for row in prefills]
-        return self._sample(logits, self._padded_slots(sampling, rows)), hidden
+        sampling = [row.slot if row.sample else slots for row in prefills]
+        return self._sample(logits, self._padded_slots([*decodes, *sampling], slots)), hidden
 
     def _sample(self, logits: jax.Array, slots: np.ndarray) -> sampler.Sampled:
         choice, self.sampler = self.programs.sample[len(slots)](self.sampler, logits, slots)

@@ -1,4 +1,4 @@
-"""`prefill_step` and `decode_step`: the whole model as two pure functions of parameters, state and batch.
+"""`prefill_step`, `decode_step` and `mixed_step`: the whole model as pure functions of parameters, state and batch.
 
 They are not jitted here. Jit them as `jax.jit(prefill_step, static_argnums=0, donate_argnums=2)`, or call them inside a
 program of your own.
@@ -15,13 +15,17 @@ import jax.numpy as jnp
 
 from jaxinfer.models import Decoder, DecoderConfig
 from jaxinfer.runtime.parallel import attend_by_heads
-from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates
+from jaxinfer.runtime.state import DecodeBatch, EngineState, MixedBatch, PrefillBatch, TableUpdates
 from pallas_kernels import AttentionSpec, KVPages
+from pallas_kernels.dispatch import current_platform
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 from pallas_kernels.ragged import token_positions
 
 Params = dict[str, Any]
+FEW_WANTED = 8
+"""Rows of logits that cost a CPU next to nothing beside reading the head's weights; elsewhere any number does."""
 
 # Jitted inside the step, they are traced once for all layers of a kind instead of once a layer.
 _paged_decode = jax.jit(paged_decode, static_argnames=("spec", "impl"))
@@ -85,6 +89,105 @@ def decode_step(
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
     return logits_of(config, params, hidden), EngineState(kv, page_table, new_lengths)
+
+
+def mixed_step(
+    config: DecoderConfig, params: Params, state: EngineState, batch: MixedBatch
+) -> tuple[jax.Array, EngineState]:
+    """`prefill_step` and `decode_step` of different slots in one pass over the weights.
+
+    Returns logits f32[R, vocab] of the wanted tokens (padding: of no meaning), and the new state.
+    """
+    hidden, state = mixed_hidden(config, params, state, batch)
+    return wanted_logits(config, params, hidden, batch.wanted), state
+
+
+def mixed_hidden(
+    config: DecoderConfig, params: Params, state: EngineState, batch: MixedBatch
+) -> tuple[jax.Array, EngineState]:
+    """As `mixed_step`, but returns the final hidden states [T, hidden] of all tokens instead of logits."""
+    prefill, decode_slots = batch.prefill, batch.decode_slots
+    if not decode_slots.shape[0]:
+        return prefill_hidden(config, params, state, prefill)
+    page_table = _updated_table(state, prefill.updates)
+    tokens, rows = prefill.token_ids.shape[0], prefill.slots.shape[0]
+    lengths = prefill.starts + jnp.diff(prefill.query_starts)
+    decode_lengths = state.lengths.at[decode_slots].get(mode="fill", fill_value=-1) + 1
+    places = decode_places(batch)
+    token_rows, positions = token_positions(tokens, prefill.query_starts, lengths)
+    token_rows = token_rows.at[places].set(rows + jnp.arange(places.shape[0]), mode="drop")
+    positions = positions.at[places].set(decode_lengths - 1, mode="drop")
+    table = _rows_of(page_table, jnp.concatenate([prefill.slots, decode_slots]))
+    indices = table, token_rows, positions, prefill.query_starts, lengths, decode_lengths
+
+    def attend(layer: int, *arrays: Any) -> tuple[jax.Array, KVPages]:
+        spec = attention_spec(config, layer)
+        kernel = attend_by_heads(partial(_mixed_attention, spec=spec, impl=config.attention))
+        return _in_page_width(kernel, spec, *arrays, *indices)
+
+    hidden, kv = _apply(config, params, prefill.token_ids, positions, state.kv, attend)
+    new_lengths = state.lengths.at[prefill.slots].set(lengths, mode="drop")
+    new_lengths = new_lengths.at[decode_slots].set(decode_lengths, mode="drop")
+    return hidden, EngineState(kv, page_table, new_lengths)
+
+
+def wanted_logits(config: DecoderConfig, params: Params, hidden: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Logits f32[R, vocab] of the tokens `wanted` i32[R] of hidden [T, hidden]; padding, at the end, is T or more."""
+    most = wanted.shape[0]
+
+    def of_first(count: int) -> jax.Array:
+        rows = hidden.at[wanted[:count]].get(mode="clip", wrap_negative_indices=False)
+        return jnp.pad(logits_of(config, params, rows), ((0, most - count), (0, 0)))
+
+    if most <= FEW_WANTED or current_platform() != "cpu":
+        return of_first(most)
+    # There is room for every slot to sample, but beside a prefill mostly few do.
+    few = (wanted < hidden.shape[0]).sum() <= FEW_WANTED
+    return jax.lax.cond(few, lambda: of_first(FEW_WANTED), lambda: of_first(most))
+
+
+def decode_places(batch: MixedBatch) -> jax.Array:
+    """Where the token of each decode lies among the flat tokens, i32[D]; those of padding may lie outside."""
+    return batch.prefill.query_starts[-1] + jnp.arange(batch.decode_slots.shape[0], dtype=jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("spec", "impl"))
+def _mixed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    pages: KVPages,
+    table: jax.Array,
+    token_rows: jax.Array,
+    positions: jax.Array,
+    query_starts: jax.Array,
+    lengths: jax.Array,
+    decode_lengths: jax.Array,
+    *,
+    spec: AttentionSpec,
+    impl: str,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, KVPages]:
+    """Attention of N prefilled rows and behind them D decoding ones over `table` i32[N + D, max_pages].
+
+    All keys and values are written before any are read: XLA would copy the pool for a write between two readers.
+    """
+    tokens, rows, decodes = q.shape[0], lengths.shape[0], decode_lengths.shape[0]
+    columns = jnp.minimum(positions // pages.page_size, table.shape[1] - 1)
+    page_ids = jnp.where(positions >= 0, table[token_rows, columns], 0)
+    pages = kv_write(k, v, pages, page_ids, positions % pages.page_size, impl=impl)
+    options = {"spec": spec, "sinks": sinks, "impl": impl}
+    prefilled, _ = paged_prefill(q, None, None, pages, table[:rows], query_starts, lengths, **options)
+
+    def decode(padded_queries: jax.Array, out: jax.Array) -> jax.Array:
+        queries = jax.lax.dynamic_slice(padded_queries, (query_starts[-1], 0, 0), (decodes, *q.shape[1:]))
+        decoded, _ = paged_decode(queries, None, None, pages, table[rows:], decode_lengths, **options)
+        return jax.lax.dynamic_update_slice(out, decoded, (query_starts[-1], 0, 0))
+
+    # Slices past the end would slide back; the padding keeps them in place.
+    padding = ((0, decodes), (0, 0), (0, 0))
+    padded = jnp.pad(q, padding), jnp.pad(prefilled, padding)
+    return decode(*padded)[:tokens], pages
 
 
 def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ both with bounds known only at run time: no padding of short rows to the longest
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -55,26 +57,43 @@ def _attend(
     tokens, heads, _ = q.shape
     v_dim = spec.value_width(pages.width)
     query_block = min(tokens, QUERY_BLOCK, max(LEAST_QUERY_BLOCK, tokens // lengths.shape[0]))
-    counts = jnp.diff(query_starts)
-    block_ends = jnp.cumsum(-(-counts // query_block))
+    blocks = _plan(query_starts, lengths, query_block, -(-tokens // query_block) + lengths.shape[0])
     queries = q.astype(jnp.float32) * spec.scale
     # A row's last block may reach past the last token; the padding keeps the slice from sliding back.
     queries = jnp.pad(queries, ((0, query_block), (0, 0), (0, 0)))
     table = attention.pad_table(page_table, attention.block_pages(pages))
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
-        row = jnp.searchsorted(block_ends, index, side="right", method="compare_all")
-        inside = (index - block_ends[row]) * query_block + -(-counts[row] // query_block) * query_block
-        first_token = query_starts[row] + inside
-        first_position = lengths[row] - counts[row] + inside
+        row, first_token, first_position, length = attention.take(blocks.table, index)
         block_queries = jax.lax.dynamic_slice(queries, (first_token, 0, 0), (query_block, *queries.shape[1:]))
-        result = _attend_block(block_queries, pages, table[row], first_position, lengths[row], spec, sinks)
+        table_row = attention.take(table, row)
+        result = _attend_block(block_queries, pages, table_row, first_position, length, spec, sinks)
         # What a short last block writes past its row is overwritten by the next row's blocks, or is padding.
         return jax.lax.dynamic_update_slice(out, result, (first_token, 0, 0))
 
     out = jnp.zeros((tokens + query_block, heads, v_dim), jnp.float32)
-    out = jax.lax.fori_loop(0, block_ends[-1], body, out)[:tokens]
+    out = jax.lax.fori_loop(0, blocks.count, body, out)[:tokens]
     return jnp.where((jnp.arange(tokens) < query_starts[-1])[:, None, None], out, 0).astype(q.dtype)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of queries: their number, and i32[most blocks, 4] of each its row, first token and position, and the row's
+    length."""
+
+    count: jax.Array
+    table: jax.Array
+
+
+def _plan(query_starts: jax.Array, lengths: jax.Array, query_block: int, most: int) -> _Blocks:
+    """Planned once for all layers of a model, as XLA sees; inside the loop it would be done again in every block."""
+    counts = jnp.diff(query_starts)
+    per_row = -(-counts // query_block)
+    ends = jnp.cumsum(per_row)
+    index = jnp.arange(most)
+    row = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), lengths.shape[0] - 1)
+    inside = (index - ends[row] + per_row[row]) * query_block
+    places = row, query_starts[row] + inside, lengths[row] - counts[row] + inside, lengths[row]
+    return _Blocks(ends[-1], jnp.stack(places, axis=1).astype(jnp.int32))
 
 
 def _attend_block(
@@ -95,19 +114,19 @@ def _attend_block(
     query_positions = first_position + jnp.arange(count)
     per_block = attention.block_pages(pages)
     block = per_block * pages.page_size
-    begins = attention.visible_from(query_positions + 1, spec)
 
     def body(index: jax.Array, partial: attention.Partial) -> attention.Partial:
         page_ids = jax.lax.dynamic_slice(table_row, (index * per_block,), (per_block,))[None]
         positions = index * block + jnp.arange(block)
-        seen_by_any = (positions < length) & (positions >= begins[0])
+        seen_by_any, visible = positions < length, positions[None] <= query_positions[:, None]
+        if spec.window is not None:
+            seen_by_any &= positions > first_position - spec.window
+            visible &= positions[None] > query_positions[:, None] - spec.window
         k, v = attention.gather_block(pages, page_ids, spec)
         v = jnp.where(seen_by_any[:, None], v, 0)
-        visible = (positions[None] <= query_positions[:, None]) & (positions[None] >= begins[:, None])
-        visible = visible & seen_by_any[None]
         return attention.add_block(partial, by_head, k, v, jnp.tile(visible, (group, 1))[None, None], spec.softcap)
 
-    first = jnp.maximum(begins[0], 0) // block
+    first = 0 if spec.window is None else jnp.maximum(first_position + 1 - spec.window, 0) // block
     last = -(-jnp.minimum(first_position + count, length) // block)
     head_sinks = None if sinks is None else jnp.repeat(sinks.reshape(1, pages.kv_heads, group), count, axis=-1)
     start = attention.empty_partial((1, pages.kv_heads, group * count), v_dim, head_sinks)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.runtime.state import DecodeBatch, EngineState, PrefillBatch, TableUpdates, init_state
-from jaxinfer.runtime.steps import decode_step, logits_of, prefill_hidden, prefill_step
+from jaxinfer.runtime.state import DecodeBatch, EngineState, MixedBatch, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import decode_step, logits_of, mixed_step, prefill_hidden, prefill_step
 from pallas_kernels import KVPages
 
 NAMES = tuple(sorted(path.parent.name for path in (Path(__file__).parents[1] / "golden").glob("*/expected.npz")))
 TOLERANCE = 1e-4
+STEPS = decode_step, mixed_step
 SLOTS, PAGE, PAGES, CONTEXT, TOKENS = 5, 8, 90, 112, 128
 
 
@@ -25,7 +26,8 @@ def compiled(config):
         hidden, state = prefill_hidden(config, params, state, batch)
         return logits_of(config, params, hidden), state
 
-    return jax.jit(prefill, donate_argnums=1), jax.jit(lambda *a: decode_step(config, *a), donate_argnums=1)
+    decode, mixed = (jax.jit(lambda *a, step=step: step(config, *a), donate_argnums=1) for step in STEPS)
+    return jax.jit(prefill, donate_argnums=1), decode, mixed
 
 
 class Session:
@@ -33,7 +35,7 @@ class Session:
 
     def __init__(self, model, seed: int = 0) -> None:
         self.config, self.params = model.config.for_context(CONTEXT), model.params
-        self.prefill_program, self.decode_program = compiled(self.config)
+        self.prefill_program, self.decode_program, self.mixed_program = compiled(self.config)
         empty = init_state(self.config, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, max_context=CONTEXT)
         kv = tuple(KVPages(jnp.full_like(pages.data, jnp.nan)) for pages in empty.kv)
         columns = -(-CONTEXT // PAGE)
@@ -68,6 +70,27 @@ class Session:
         self.lengths[: len(counts)] += counts
         logits = np.asarray(logits)
         return [logits[begin : begin + count] for begin, count in zip(starts, counts, strict=False)]
+
+    def mixed(self, chunks: dict[int, np.ndarray], tokens: dict[int, int]) -> dict[int, np.ndarray]:
+        """The next positions of some slots and one token of others; the logits f32[vocab] of the last of each."""
+        ids = [*chunks.values(), np.array(list(tokens.values()), int)]
+        counts = [len(chunks.get(slot, ())) + (slot in tokens) for slot in range(SLOTS)]
+        flat, starts = np.zeros(TOKENS, np.int32), np.zeros(SLOTS + 1, np.int32)
+        flat[: sum(counts)] = np.concatenate(ids)
+        starts[:] = sum(map(len, chunks.values()))
+        starts[: len(chunks) + 1] = np.cumsum([0, *map(len, chunks.values())])
+        slots, begins, decode_slots = np.full(SLOTS, SLOTS, np.int32), np.zeros(SLOTS, np.int32), np.full(3, SLOTS)
+        slots[: len(chunks)] = list(chunks)
+        begins[: len(chunks)] = self.lengths[list(chunks)]
+        decode_slots[: len(tokens)] = list(tokens)
+        wanted = np.full(SLOTS, TOKENS, np.int32)
+        ends = np.cumsum([*map(len, chunks.values()), *[1] * len(tokens)]) - 1
+        wanted[: len(ends)] = ends
+        prefill = PrefillBatch(flat, starts, slots, begins, self._updates(counts, 32))
+        batch = MixedBatch(prefill, decode_slots.astype(np.int32), wanted)
+        logits, self.state = self.mixed_program(self.params, self.state, batch)
+        self.lengths += counts
+        return dict(zip([*chunks, *tokens], np.asarray(logits), strict=False))
 
     def decode(self, tokens: dict[int, int]) -> dict[int, np.ndarray]:
         """One token for some slots; the logits f32[vocab] of each."""
@@ -120,6 +143,25 @@ def test_decode_one_token_at_a_time(model):
         active = [slot for slot in (3, 1, 2, 0) if position < len(model.prompts[slot])]
         for slot, logits in session.decode({slot: model.prompts[slot][position] for slot in active}).items():
             assert_close(logits, model.logits[slot][position])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_prefill_and_decode_in_one_step(model, seed):
+    numbers = np.random.default_rng(seed)
+    session = Session(model, seed)
+    rest = {slot: list(prompt) for slot, prompt in enumerate(model.prompts)}
+    while any(rest.values()):
+        left = [slot for slot in numbers.permutation(len(rest)).tolist() if rest[slot]]
+        decoding = int(numbers.integers(min(len(left), 4)))  # none up to all but one, at most three
+        counts = {slot: int(numbers.integers(1, 14)) for slot in left[decoding:]}
+        chunks = {slot: np.array(rest[slot][:count]) for slot, count in counts.items()}
+        tokens = {slot: rest[slot][0] for slot in left[:decoding]}
+        found = session.mixed(chunks, tokens)
+        assert found.keys() == chunks.keys() | tokens.keys()
+        for slot, logits in found.items():
+            rest[slot] = rest[slot][len(chunks.get(slot, [0])) :]
+            assert_close(logits, model.logits[slot][session.lengths[slot] - 1])
+        np.testing.assert_array_equal(session.state.lengths, session.lengths)
 
 
 def test_greedy_ids(model):

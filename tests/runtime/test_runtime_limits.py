@@ -116,6 +116,31 @@ def test_every_batch_has_a_bucket(slots, context, tokens, rows, data):
     assert held_rows >= min(len(lengths), total)
 
 
+@given(
+    slots=st.integers(1, 40),
+    context=st.integers(2, 300),
+    tokens=st.integers(1, 600),
+    rows=st.integers(1, 12),
+    on_cpu=st.booleans(),
+    data=st.data(),
+)
+def test_decodes_run_with_a_prefill_where_there_is_room(slots, context, tokens, rows, on_cpu, data):
+    limits = RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
+    buckets = buckets_for(limits, on_cpu=on_cpu)
+    prefilled_rows = data.draw(st.integers(1, min(rows, slots)))
+    decodes = data.draw(st.integers(0, slots - prefilled_rows))
+    room = min(limits.max_batched_tokens - decodes, prefilled_rows * context)
+    if room < prefilled_rows:
+        return
+    prefilled = data.draw(st.integers(prefilled_rows, room))
+    held = buckets.prefill_for(decodes + prefilled, prefilled_rows)
+    enough = 2 * decodes >= slots if on_cpu else decodes > 0
+    small = held[0] <= 192 or not on_cpu
+    assert buckets.mixes(decodes, prefilled, prefilled_rows) == (decodes > 0 and enough and small)
+    if decodes and enough and small:
+        assert decodes <= buckets.mixed_in(held[0])
+
+
 def test_batch_shapes_are_powers_of_two_and_of_the_larger_ones_those_between():
     buckets = buckets_for(RunnerLimits(32, 16, 100, 1024, 512, 8, 160))
     assert buckets.decode_rows == (1, 2, 4, 8, 16, 24, 32)

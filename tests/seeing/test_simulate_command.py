@@ -13,7 +13,7 @@ from jaxinfer.cli import main
 from jaxinfer.core.simulator import RoundShape
 from jaxinfer.engine.step_models import MeasuredSteps, RooflineSteps
 from jaxinfer.runtime.chips import parse_target
-from jaxinfer.runtime.cost import decode_cost, prefill_cost
+from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost, weight_bytes_read
 from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
 SMALL = decoder(SMOLLM2_135M | {"num_hidden_layers": 3})
@@ -61,15 +61,19 @@ STEPS = (
 @given(batch=st.integers(1, 9), context=st.integers(0, 30), tokens=st.integers(1, 30))
 def test_roofline_counts_what_the_floors_count(config, batch, context, tokens):
     steps = RooflineSteps(config, parse_target("h100"), 1)
-    assert steps.cost([(context, 1)] * batch, reads_new=True) == decode_cost(config, batch, context)
-    assert steps.cost([(context, tokens)], reads_new=False) == prefill_cost(config, tokens, context)
+    decode, prefill = decode_cost(config, batch, context), prefill_cost(config, tokens, context)
+    assert steps.cost([context] * batch, ()) == decode
+    assert steps.cost((), [(context, tokens)]) == prefill
+    both = steps.cost([context] * batch, [(context, tokens)])
+    # Together they read the weights once; all other work is the sum.
+    weights = weight_bytes_read(config)
+    assert both == StepCost(decode.bytes + prefill.bytes - weights, decode.flops + prefill.flops)
 
 
 def test_roofline_of_a_round():
     chip = parse_target("v6e-4").chip
     steps = RooflineSteps(SMALL, parse_target("v6e-4"), 4, floor_ratio=2.0)
-    floors = (decode_cost(SMALL, 2, 10), prefill_cost(SMALL, 7, 3))
-    expected = 2 * sum(cost.floor_seconds(4 * chip.bandwidth, 4 * chip.flops) for cost in floors)
+    expected = 2 * steps.cost((10, 10), ((3, 7),)).floor_seconds(4 * chip.bandwidth, 4 * chip.flops)
     assert steps(RoundShape((10, 10), ((3, 7),))) == pytest.approx(expected)
 
 
@@ -86,6 +90,10 @@ def test_roofline_of_a_round():
         (RoundShape((), ((0, 200),)), 0.1 + 0.4 * 128 / 384),  # in the batch shape of 256
         (RoundShape((), ((0, 1),)), 0.010 + 0.09 * 31 / 127),  # in that of 32, one token as one decode
         (RoundShape((100,), ((0, 512),)), 0.51),
+        (RoundShape((100,) * 3, ((0, 123),)), 0.1 + 0.010 + 0.03 * 3 / 7),  # fewer than half of the decodes: alone
+        (RoundShape((100,) * 5, ((0, 123),)), 0.1 + 100 * 0.040 / 200),  # together, as 128 tokens
+        (RoundShape((100,) * 5, ((0, 124),)), 0.1 + 0.4 * 64 / 384 + 100 * 0.040 / 200),  # as 192
+        (RoundShape((100,) * 5, ((0, 188),)), 0.1 + 0.4 * 64 / 384 + 0.040),  # too many tokens: alone
     ],
 )
 def test_measured_steps(steps_file, shape, seconds):

@@ -178,16 +178,11 @@ def _mixed_attention(
     pages = kv_write(k, v, pages, page_ids, positions % pages.page_size, impl=impl)
     options = {"spec": spec, "sinks": sinks, "impl": impl}
     prefilled, _ = paged_prefill(q, None, None, pages, table[:rows], query_starts, lengths, **options)
-
-    def decode(padded_queries: jax.Array, out: jax.Array) -> jax.Array:
-        queries = jax.lax.dynamic_slice(padded_queries, (query_starts[-1], 0, 0), (decodes, *q.shape[1:]))
-        decoded, _ = paged_decode(queries, None, None, pages, table[rows:], decode_lengths, **options)
-        return jax.lax.dynamic_update_slice(out, decoded, (query_starts[-1], 0, 0))
-
     # Slices past the end would slide back; the padding keeps them in place.
-    padding = ((0, decodes), (0, 0), (0, 0))
-    padded = jnp.pad(q, padding), jnp.pad(prefilled, padding)
-    return decode(*padded)[:tokens], pages
+    padding, first = ((0, decodes), (0, 0), (0, 0)), query_starts[-1]
+    queries = jax.lax.dynamic_slice(jnp.pad(q, padding), (first, 0, 0), (decodes, *q.shape[1:]))
+    decoded, _ = paged_decode(queries, None, None, pages, table[rows:], decode_lengths, **options)
+    return jax.lax.dynamic_update_slice(jnp.pad(prefilled, padding), decoded, (first, 0, 0))[:tokens], pages
 
 
 def logits_of(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 from jaxinfer.models import DecoderConfig, RopeConfig, init_params
 from jaxinfer.models.layer_config import MLAConfig, MoEConfig
 from jaxinfer.runtime.parallel import MODEL_AXIS, param_specs, state_specs
-from jaxinfer.runtime.state import DecodeBatch, PrefillBatch, TableUpdates, init_state
-from jaxinfer.runtime.steps import decode_step, prefill_step
+from jaxinfer.runtime.state import DecodeBatch, MixedBatch, PrefillBatch, TableUpdates, init_state
+from jaxinfer.runtime.steps import decode_step, mixed_step, prefill_step
 
 base = dict(
     vocab_size=96, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, intermediate_size=64,
@@ -35,6 +35,9 @@ def updates(slots, columns, pages):
 prefill = PrefillBatch(jnp.arange(16, dtype=jnp.int32) * 5 % 96, jnp.array([0, 9, 14]), jnp.array([1, 0]),
                        jnp.zeros(2, jnp.int32), updates([0, 1, 1], [0, 0, 1], [3, 2, 5]))
 decode = DecodeBatch(jnp.array([7, 8]), jnp.array([0, 1]), updates([2], [0], [0]))
+chunk = PrefillBatch(jnp.array([4, 5, 6, 9, 0, 0]), jnp.array([0, 3]), jnp.array([1]), jnp.array([10]),
+                     updates([2], [0], [0]))
+mixed = MixedBatch(chunk, jnp.array([0, 2]), jnp.array([3, 2, 6]))
 
 def run(mesh):
     state = init_state(config, num_slots=2, num_pages=8, page_size=8, max_context=32)
@@ -44,9 +47,10 @@ def run(mesh):
         own, state = put(params, param_specs(params)), put(state, state_specs(state))
     logits, state = jax.jit(prefill_step, static_argnums=0)(config, own, state, prefill)
     more, state = jax.jit(decode_step, static_argnums=0)(config, own, state, decode)
+    last, state = jax.jit(mixed_step, static_argnums=0)(config, own, state, mixed)
     if mesh is not None:
         assert state.kv[0].data.sharding.shard_shape(state.kv[0].data.shape)[1] == 1, state.kv[0].data.sharding
-    return np.asarray(logits), np.asarray(more)
+    return np.asarray(logits), np.asarray(more), np.asarray(last)[:2]
 
 alone = run(None)
 mesh = jax.make_mesh((4,), (MODEL_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))

@@ -118,9 +118,8 @@ class Buckets:
 SMALLEST_PREFILL = 32
 HALVED_ROWS, HALVED_TOKENS = 16, 64
 """From here on there is a decode batch, or a number of prefill tokens, halfway between two powers of two."""
-
-
 MOST_MIXED_ON_CPU = 192
+"""Tokens of the largest prefill there that takes decodes along: reading the weights takes 7% of that one's time."""
 
 
 def buckets_for(limits: RunnerLimits, *, on_cpu: bool = True) -> Buckets:

@@ -188,7 +188,8 @@ def _tasks(config: DecoderConfig, params: Params, limits: RunnerLimits, buckets:
         yield ("prefill", (tokens, rows)), 3, _lowering(prefill, config, most_tokens, *arguments)
 
     sample = jax.jit(sampler.sample, donate_argnums=0)
-    for rows in sorted({*buckets.decode_rows, limits.max_slots}):
+    prefilled = {sampled_rows(rows, buckets.mixed_in(tokens), limits) for tokens, rows in buckets.prefill}
+    for rows in sorted({*buckets.decode_rows, *prefilled}):
         logits = jax.ShapeDtypeStruct((rows, limits.vocab_size), jnp.float32)
         yield ("sample", rows), 1, _lowering(sample, sampling, logits, integers(rows))
 
@@ -233,10 +234,15 @@ def updates_of(count: int) -> TableUpdates:
 
 
 def prefill_shapes(tokens: int, rows: int, decodes: int, limits: RunnerLimits) -> MixedBatch:
-    """The shapes of what a prefill program is given: every slot may sample in one round."""
+    """The shapes of what a prefill program is given."""
     updates = updates_of(table_updates(tokens, rows + decodes, limits.page_size))
     prefill = PrefillBatch(integers(tokens), integers(rows + 1), integers(rows), integers(rows), updates)
-    return MixedBatch(prefill, integers(decodes), integers(limits.max_slots))
+    return MixedBatch(prefill, integers(decodes), integers(sampled_rows(rows, decodes, limits)))
+
+
+def sampled_rows(rows: int, decodes: int, limits: RunnerLimits) -> int:
+    """Most slots that sample after a prefill of `rows` sequences and so many decodes."""
+    return min(rows + decodes, limits.max_slots)
 
 
 def table_updates(tokens: int, rows: int, page_size: int) -> int:

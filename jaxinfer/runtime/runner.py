@@ -152,8 +152,9 @@ class Runner:
         query_starts[: len(counts) + 1] = np.cumsum([0, *counts])
         starts = np.zeros(rows, np.int32)
         starts[: len(prefills)] = [row.start for row in prefills]
-        mixed_rows, slots = self.buckets.mixed_in(tokens), self.limits.max_slots
-        wanted = np.full(slots, tokens, np.int32)
+        mixed_rows = self.buckets.mixed_in(tokens)
+        sampled = compiled.sampled_rows(rows, mixed_rows, self.limits)
+        wanted = np.full(sampled, tokens, np.int32)
         wanted[: len(decodes)] = prefilled + np.arange(len(decodes))
         wanted[len(decodes) : len(decodes) + len(prefills)] = query_starts[1 : len(prefills) + 1] - 1
         update_count = compiled.table_updates(tokens, rows + mixed_rows, self.limits.page_size)
@@ -169,8 +170,8 @@ class Runner:
         step = self.programs.prefill[tokens, rows]
         logits, hidden, self.state = step(self.params, self.state, self.sampler.last_token, batch)
         # A row that does not end its prompt is sampled as padding: nothing of it is kept.
-        sampling = [row.slot if row.sample else slots for row in prefills]
-        return self._sample(logits, self._padded_slots([*decodes, *sampling], slots)), hidden
+        sampling = [row.slot if row.sample else self.limits.max_slots for row in prefills]
+        return self._sample(logits, self._padded_slots([*decodes, *sampling], sampled)), hidden
 
     def _sample(self, logits: jax.Array, slots: np.ndarray) -> sampler.Sampled:
         choice, self.sampler = self.programs.sample[len(slots)](self.sampler, logits, slots)

@@ -210,7 +210,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers(golden_models, na
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     session = Session(model)
     session.config, session.params = config, params
-    session.prefill_program, session.decode_program = compiled(config)
+    session.prefill_program, *_ = compiled(config)
     kv = tuple(KVPages(pages.data.astype(jnp.bfloat16)) for pages in session.state.kv)
     session.state = EngineState(kv, session.state.page_table, session.state.lengths)
     found = np.concatenate(session.prefill(model.prompts))

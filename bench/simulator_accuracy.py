@@ -29,7 +29,7 @@ from jaxinfer.core.timeline import Timeline, TimelineRecorder
 from jaxinfer.core.workload import Workload, WorkloadSpec, random_workload
 from jaxinfer.engine.build import EngineOptions, build_engine
 from jaxinfer.engine.step_models import MeasuredSteps
-from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
+from jaxinfer.runtime.limits import RunnerLimits
 
 WITHIN = 0.15
 OPTIONS = EngineOptions(max_slots=8, max_context=1024)
@@ -87,11 +87,12 @@ def median_steps(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return runs[0] | {"steps": steps}
 
 
-def simulate(steps: dict[str, Any], config: SchedulerConfig, buckets: Buckets, workload: Workload) -> Timeline:
+def simulate(steps: dict[str, Any], config: SchedulerConfig, vocab_size: int, workload: Workload) -> Timeline:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(steps, file)
         file.flush()
-        seconds = MeasuredSteps(file.name, buckets, streamed=config.max_rounds_in_flight > 1)
+        limits = RunnerLimits.of_scheduler(config, vocab_size)
+        seconds = MeasuredSteps(file.name, limits, streamed=config.max_rounds_in_flight > 1)
     recorder = TimelineRecorder()
     Simulator(config, seconds, recorder).run(workload)
     return recorder.timeline()
@@ -148,8 +149,7 @@ def main() -> int:
         runs.append(measure_steps(options.model, options.rounds))
     steps, predictions, summaries = median_steps(runs), [], {}
     for name, (workload, run) in served.items():
-        buckets = buckets_for(RunnerLimits.of_scheduler(run.config, vocab_size))
-        predicted = figures(simulate(steps, run.config, buckets, workload), run.config)
+        predicted = figures(simulate(steps, run.config, vocab_size, workload), run.config)
         measured = figures(run.timeline, run.config)
         predictions += compare(name, predicted, measured)
         summaries[name] = {"predicted": asdict(predicted), "measured": asdict(measured)}

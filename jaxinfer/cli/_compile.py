@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _ABOUT = """Compile the real prefill and decode steps of a model for a chip, with the chip's real compiler, on any
 machine and without the weights. For every batch shape it tells whether the program compiles, how much memory it takes,
-whether the KV pool is updated in place, and the least time a step can take by the chip's datasheet; at the end whether
-it all fits, and the largest pool that does. "8+64" rows are a prefill of up to 8 prompts that takes along up to 64
-decodes; its floor is with all of them at the largest context. Needs Python 3.12 or newer and the compilers: pip install
--e '.[aot]'."""
+whether the KV pool is updated in place, and the least time that a full batch can take by the chip's datasheet; at the
+end whether it all fits, and the largest pool that does. "8+63" rows are a prefill of up to 8 prompts that takes along
+up to 63 decodes: with fewer, or at less than the largest context, it takes less. Needs Python 3.12 or newer and the
+compilers: pip install -e '.[aot]'."""
 GIB = 1024**3
 DEFAULT_MAX_CONTEXT = 2048
 
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
     with native_messages_held(), user_mistakes():
         config = read_decoder(options).replace(attention=options.attention)
-        limits, buckets = _sizes(config, options)
+        limits, buckets = _sizes(config, options, target.chip.platform)
         printer = _JsonPrinter() if options.json else _TablePrinter(config, limits)
         for report in compile_report(config, limits, buckets, target, options.tp):
             if isinstance(report, BucketReport):
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     raise AssertionError("compile_report ends with the report of all")
 
 
-def _sizes(config: DecoderConfig, options: argparse.Namespace) -> tuple[RunnerLimits, Buckets]:
+def _sizes(config: DecoderConfig, options: argparse.Namespace, platform: str) -> tuple[RunnerLimits, Buckets]:
     from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
     max_context = options.max_context or min(DEFAULT_MAX_CONTEXT, config.max_positions)
@@ -109,7 +109,7 @@ def _sizes(config: DecoderConfig, options: argparse.Namespace) -> tuple[RunnerLi
         max_prefill_rows=min(options.max_prefill_rows, options.max_slots),
         vocab_size=config.vocab_size,
     )
-    buckets = buckets_for(limits, on_cpu=False)
+    buckets = buckets_for(limits, platform)
     decode, prefill = buckets.decode_rows, buckets.prefill
     if options.decode_rows:
         decode = _only(decode, options.decode_rows, "--decode-rows")

@@ -132,7 +132,7 @@ ENGINE_FLAGS = (
         whole_number,
         "N",
     ),
-    Flag("max_batched_tokens", "prompt tokens computed in one round (default: 512)", whole_number, "N"),
+    Flag("max_batched_tokens", "tokens computed in one round, decodes included (default: 512)", whole_number, "N"),
     Flag("max_prefill_rows", "prompts computed at once (default: 8)", whole_number, "N"),
     Flag(
         "kv_cache_gib",

@@ -133,12 +133,12 @@ def _setting(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds,
 
 def _measured(options: argparse.Namespace) -> tuple[SchedulerConfig, StepSeconds, str]:
     from jaxinfer.engine.step_models import MeasuredSteps
-    from jaxinfer.runtime.limits import RunnerLimits, buckets_for
+    from jaxinfer.runtime.limits import RunnerLimits
 
     config = _scheduler_config(options)
     with user_mistakes():
         limits = RunnerLimits.of_scheduler(config, options.vocab_size)
-        steps = MeasuredSteps(options.steps, buckets_for(limits), streamed=config.max_rounds_in_flight > 1)
+        steps = MeasuredSteps(options.steps, limits, streamed=config.max_rounds_in_flight > 1)
         return config, steps, f"measured, {options.steps}"
 
 

@@ -54,7 +54,7 @@ class EngineOptions:
         most 4 times what max_slots sequences of max_context can use: what is over keeps prefixes in the cache.
     host_cache_gib: host memory in GiB for pages that the pool evicts, from where they come back instead of being
         computed again; 0 for none.
-    max_batched_tokens: prompt tokens of one round.
+    max_batched_tokens: tokens computed in one round, those of decodes included.
     max_prefill_rows: prompts computed at once.
     dtype: "float32", "bfloat16" or "auto" (float32 on CPU, bfloat16 elsewhere).
     weight_dtype: "auto" is "float" on CPU, else "stored". "stored": quantized GGUF weights stay so; "float": all in

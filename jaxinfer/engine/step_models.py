@@ -16,7 +16,7 @@ from jaxinfer.core.simulator import RoundShape
 from jaxinfer.models import DecoderConfig
 from jaxinfer.runtime.chips import Target
 from jaxinfer.runtime.cost import StepCost, head_weights, matmul_weights, pair_flops, weight_bytes_read
-from jaxinfer.runtime.limits import Buckets
+from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
 _LARGEST_FILE = 2**24
 _LARGEST_SIZE = 2**40
@@ -34,15 +34,17 @@ class MeasuredSteps:
     longer than one of as many tokens, and those after cached positions longer than those without, as far as the file
     has such prefills: linear between measured prompts and positions (their mean over the tokens), for the nearest token
     counts. A round takes its decode and its prefill one after the other, unless they run in one program: then it takes
-    a prefill of the tokens of both, and what the context adds to a decode of all rows that the program has.
+    a prefill of the tokens of both, and what the context adds to the decode; on a CPU to one of all rows that the
+    program has. The programs are those of an engine with these limits on the device of the file (a CPU where it names
+    none), but prefills take what they took with the timer's slots.
     streamed: rounds are dispatched one ahead, so that they take what the steps took that were dispatched back to back,
     not what those took that were waited for.
     Raises ValueError, one sentence, when the file is none of `bench steps` or has no decode or no prefill.
     """
 
-    def __init__(self, path: str | Path, buckets: Buckets, *, streamed: bool = False) -> None:
-        decodes, prefills = _read_steps(Path(path), "stream_s" if streamed else "median_s")
-        self._buckets = buckets
+    def __init__(self, path: str | Path, limits: RunnerLimits, *, streamed: bool = False) -> None:
+        platform, decodes, prefills = _read_steps(Path(path), "stream_s" if streamed else "median_s")
+        self._on_cpu, self._buckets = platform == "cpu", buckets_for(limits, platform)
         self._decode = _by_size((batch, context, s) for (batch, context), s in decodes.items())
         one_token = self._decode[0][1][0][1]
         alone = {tokens: s for (rows, tokens, context), s in prefills.items() if rows == 1 and context == 0}
@@ -69,7 +71,8 @@ class MeasuredSteps:
             return self._decode_seconds(decodes, context)
         if not self._buckets.mixes(decodes, sum(tokens for _, tokens in prefills), len(prefills)):
             return self._decode_seconds(decodes, context) + self._prefill_seconds(prefills)
-        per_position = _between([(batch, _slope(points)) for batch, points in self._decode], self._buckets.mixed_rows)
+        rows = self._buckets.mixed_rows if self._on_cpu else self._buckets.decode(decodes)
+        per_position = _between([(batch, _slope(points)) for batch, points in self._decode], rows)
         return self._prefill_seconds(prefills, decodes) + max(0.0, per_position) * context
 
     def _decode_seconds(self, decodes: int, context: float) -> float:
@@ -166,11 +169,14 @@ def _between(points: _Points, size: float) -> float:
     return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
 
-def _read_steps(path: Path, time: str) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int, int], float]]:
-    """Seconds of decodes by (batch, context), and of prefills by (rows, tokens of each, context); time: which ones."""
+def _read_steps(path: Path, time: str) -> tuple[str, dict[tuple[int, int], float], dict[tuple[int, int, int], float]]:
+    """The platform, and seconds of decodes by (batch, context), of prefills by (rows, tokens of each, context).
+
+    time: which seconds.
+    """
     measured = read_json(path, _LARGEST_FILE)
     try:
-        steps = measured["steps"]
+        steps, device = measured["steps"], str(measured.get("device", "cpu"))
         sizes = [tuple(_size(step, key) for key in ("batch", "tokens", "context")) for step in steps]
         timed = [(step["kind"], size, _seconds(step, time)) for step, size in zip(steps, sizes, strict=True)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -179,7 +185,8 @@ def _read_steps(path: Path, time: str) -> tuple[dict[tuple[int, int], float], di
     prefills = {(rows, tokens, context): s for kind, (rows, tokens, context), s in timed if kind == "prefill"}
     if not decodes or not any(rows == 1 and context == 0 for rows, _, context in prefills):
         raise ValueError(f"{path} needs at least one decode and one prefill step of batch 1; measure both.")
-    return decodes, prefills
+    platform = "cpu" if device == "cpu" else "tpu" if "TPU" in device else "cuda"
+    return platform, decodes, prefills
 
 
 def _size(step: Mapping[str, Any], key: str) -> int:

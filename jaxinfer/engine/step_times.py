@@ -23,6 +23,7 @@ from jaxinfer.runtime.limits import Buckets, RunnerLimits, buckets_for
 from jaxinfer.runtime.programs import Progress
 from jaxinfer.runtime.runner import Runner
 from jaxinfer.runtime.steps import Params
+from pallas_kernels.dispatch import current_platform
 
 MOST_STREAMED = 64
 """Decode steps that one stream may have: so many positions more than asked for each sequence has pages for."""
@@ -113,7 +114,7 @@ class TimerSizes:
 
     def buckets(self, limits: RunnerLimits) -> Buckets:
         """Of all the runner's batch shapes those that are timed."""
-        served = buckets_for(limits, on_cpu=jax.default_backend() == "cpu")
+        served = buckets_for(limits, current_platform())
         decode = {served.decode(batch) for batch in self.batches}
         prefill = {served.prefill_for(tokens * rows, rows) for tokens, rows in self.prefill_shapes}
         return dataclasses.replace(served, decode_rows=tuple(sorted(decode)), prefill=tuple(sorted(prefill)))

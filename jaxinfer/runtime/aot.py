@@ -24,7 +24,7 @@ from jaxinfer.runtime.parallel import MODEL_AXIS, check_divisible, param_specs, 
 from jaxinfer.runtime.programs import integers, prefill_shapes, updates_of
 from jaxinfer.runtime.state import DecodeBatch, EngineState, init_state
 from jaxinfer.runtime.steps import attention_spec, decode_step, mixed_step
-from pallas_kernels.dispatch import choose_for
+from pallas_kernels.dispatch import XLA, choose_for
 from pallas_kernels.quantized_matmul import stored_bytes
 
 
@@ -43,8 +43,8 @@ class BucketReport:
     cost: the least work, with all decodes at the largest context. bytes_accessed: what the compiled program moves to
         and from memory, where it can be counted.
     flops: the compiler's count, None where it gives none.
-    floor_s: least time by the datasheet. estimate_s: the compiler's estimate, None where it gives no usable one.
-    kernels: the lowering chosen for attention, and why.
+    floor_s: least time of that work by the datasheet. estimate_s: the compiler's estimate, None without a usable one.
+    kernels: the lowering chosen for attention (XLA if any part of it is done so), and why.
     """
 
     kind: str
@@ -248,8 +248,8 @@ class _Build:
         return step, self._place(batch, jax.tree.map(lambda _: PartitionSpec(), batch)), cost
 
     def _decodes_beside(self, tokens: int) -> int:
-        """Decodes that run with a prefill in `tokens` positions, of which one at least is the prefill's."""
-        return min(self.buckets.mixed_in(tokens), tokens - 1)
+        """Most decodes that run with a prefill in `tokens` positions: one slot and position are the prefill's."""
+        return min(self.buckets.mixed_in(tokens), tokens - 1, self.limits.max_slots - 1)
 
     def _place(self, tree: Any, specs: Any) -> Any:
         def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -258,22 +258,40 @@ class _Build:
         return jax.tree.map(place, tree, specs)
 
     def _kernel_choice(self, kind: str, rows: int, tokens: int) -> str:
-        config, limits = self.config, self.limits
+        attention = self.config.attention
+        with jax.sharding.use_abstract_mesh(self.abstract_mesh):
+            calls = self._kernel_calls(kind, rows, tokens)
+            choices = [choose_for(f"pallas_kernels.{name}", attention, *arguments) for name, arguments in calls]
+        choice = next((choice for choice in choices if choice.name == XLA), choices[0])
+        return f"{choice.name}: {choice.reason}"
+
+    def _kernel_calls(self, kind: str, rows: int, tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
+        """Package and arguments of what a program calls: see `mixed_step`."""
+        config, columns = self.config, self.limits.pages_per_sequence
         spec, dtype = attention_spec(config, 0), jnp.dtype(config.dtype)
         heads, kv_heads = config.num_heads // self.parallel, max(1, config.num_kv_heads // self.parallel)
         width = spec.key_width(self.state.kv[0].width)
-        per_token = rows if kind == "decode" else tokens
-        q = jax.ShapeDtypeStruct((per_token, heads, width), dtype)
-        new = jax.ShapeDtypeStruct((per_token, kv_heads, width), dtype)
         pages = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), self.state.kv[0]
         )
-        table = integers(rows, limits.pages_per_sequence)
-        starts = () if kind == "decode" else (integers(rows + 1),)
-        arguments = (q, new, None if spec.values_in_keys else new, pages, table, *starts, integers(rows), spec)
-        with jax.sharding.use_abstract_mesh(self.abstract_mesh):
-            choice = choose_for(f"pallas_kernels.paged_{kind}", config.attention, *arguments, sinks=None)
-        return f"{choice.name}: {choice.reason}"
+
+        def queries(count: int) -> Any:
+            return jax.ShapeDtypeStruct((count, heads, width), dtype)
+
+        k = jax.ShapeDtypeStruct((tokens, kv_heads, width), dtype)
+        new = k, None if spec.values_in_keys else k
+        table, starts, lengths = integers(rows, columns), integers(rows + 1), integers(rows)
+        if kind == "decode":
+            return [("paged_decode", (queries(rows), *new, pages, table, lengths, spec))]
+        decodes = self.buckets.mixed_in(tokens)
+        if not decodes:
+            return [("paged_prefill", (queries(tokens), *new, pages, table, starts, lengths, spec))]
+        decoding = queries(decodes), None, None, pages, integers(decodes, columns), integers(decodes), spec
+        return [
+            ("paged_prefill", (queries(tokens), None, None, pages, table, starts, lengths, spec)),
+            ("paged_decode", decoding),
+            ("kv_write", (*new, pages, integers(tokens), integers(tokens))),
+        ]
 
 
 def _bytes_per_device(tree: Any) -> int:

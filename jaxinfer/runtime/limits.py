@@ -18,7 +18,7 @@ class RunnerLimits:
     page_size: positions of a page.
     num_pages: pages of the pool, padding page 0 included.
     max_context: positions of one sequence, prompt and output together.
-    max_batched_tokens: prompt tokens of one prefill, and the token budget of one round.
+    max_batched_tokens: tokens computed in one round, those of decodes included.
     max_prefill_rows: sequences of one prefill.
     vocab_size: of the model.
     window: positions that any layer of the model sees, if all its layers see only so many: pages that lie behind are
@@ -107,37 +107,43 @@ class Buckets:
         bucket = next(self._holding(decodes + tokens, rows), None)
         return bucket is not None and self.least_mixed <= decodes <= self.mixed_in(bucket[0])
 
-    def _holding(self, tokens: int, rows: int) -> Iterator[tuple[int, int]]:
-        return (bucket for bucket in self.prefill if bucket[0] >= tokens and bucket[1] >= rows)
-
     def mixed_in(self, tokens: int) -> int:
         """Decodes that the prefill bucket of `tokens` tokens has room for."""
         return self.mixed_rows if tokens <= self.most_mixed else 0
+
+    def _holding(self, tokens: int, rows: int) -> Iterator[tuple[int, int]]:
+        return (bucket for bucket in self.prefill if bucket[0] >= tokens and bucket[1] >= rows)
 
 
 SMALLEST_PREFILL = 32
 HALVED_ROWS, HALVED_TOKENS = 16, 64
 """From here on there is a decode batch, or a number of prefill tokens, halfway between two powers of two."""
 MOST_MIXED_ON_CPU = 192
-"""Tokens of the largest prefill there that takes decodes along: reading the weights takes 7% of that one's time."""
+"""Tokens of the largest prefill there that takes decodes along: of SmolLM2-135M's, on two cores, reading the weights
+takes 7% of its time, and room for decodes in the larger ones would cost half a second at every start."""
 
 
-def buckets_for(limits: RunnerLimits, *, on_cpu: bool = True) -> Buckets:
+def buckets_for(limits: RunnerLimits, platform: str) -> Buckets:
     """Powers of two up to the limits; of the larger ones, where padding costs most, those halfway between as well.
 
+    platform: "cpu", "cuda", "rocm" or "tpu", where the batches run.
+
     A prefill has room for as many sequences as may come, since those that do not come cost next to nothing. So it has
-    for decodes, which then read no weights of their own. On a CPU that is little of what a large prefill takes, and its
-    attention works as long for the decodes that do not come as for those that do: there, only small prefills have that
-    room, and at least half of it must be taken.
+    for decodes, which then read no weights of their own; but on a CPU attention works as long for those that do not
+    come, and a GPU cuts the contexts of those that do into fewer parts: there, at least half must come. On a CPU, where
+    the weights are little of what a large prefill takes, only small ones have that room.
     """
-    most = min(limits.max_batched_tokens, limits.max_context * limits.max_prefill_rows + limits.max_slots)
+    most_mixed = MOST_MIXED_ON_CPU if platform == "cpu" else sys.maxsize
+    alone = min(limits.max_batched_tokens, limits.max_context * limits.max_prefill_rows)
+    mixed = min(limits.max_batched_tokens, limits.max_context * limits.max_prefill_rows + limits.max_slots - 1)
+    most = mixed if mixed <= most_mixed else alone
     tokens = _sizes(min(SMALLEST_PREFILL, most), most, HALVED_TOKENS)
     return Buckets(
         decode_rows=_sizes(1, limits.max_slots, HALVED_ROWS),
         prefill=tuple((size, limits.max_prefill_rows) for size in tokens),
         mixed_rows=limits.max_slots if limits.max_slots > 1 else 0,
-        least_mixed=-(-limits.max_slots // 2) if on_cpu else 1,
-        most_mixed=MOST_MIXED_ON_CPU if on_cpu else sys.maxsize,
+        least_mixed=1 if platform == "tpu" else -(-limits.max_slots // 2),
+        most_mixed=most_mixed,
     )
 
 

@@ -51,7 +51,7 @@ class Runner:
         self.config = config
         self.params = params
         self.limits = limits
-        self.buckets: Buckets = buckets or buckets_for(limits, on_cpu=current_platform() == "cpu")
+        self.buckets: Buckets = buckets or buckets_for(limits, current_platform())
         self.programs: Programs = compiled.compile_programs(config, params, limits, self.buckets, on_progress)
         kv = jax.eval_shape(self._empty_state).kv
         host = HostPages(kv, limits.host_pages) if limits.host_pages else None
@@ -97,8 +97,8 @@ class Runner:
         decodes, updates = work.decodes, work.table_updates
         if decodes and not (work.prefills and self._mixes(work)):
             prefilled = {row.slot for row in work.prefills}
-            own = [update for update in updates if update.slot not in prefilled]
-            batches.append(self._batch(self._decode(decodes, own), decodes, decodes))
+            decode_updates = [update for update in updates if update.slot not in prefilled]
+            batches.append(self._batch(self._decode(decodes, decode_updates), decodes, decodes))
             decodes, updates = (), [update for update in updates if update.slot in prefilled]
         scores: dict[int, list[ScoredPart]] = {}
         if work.prefills:

@@ -75,7 +75,8 @@ class PrefillBatch:
 class MixedBatch:
     """A prefill that takes decodes along, so that the weights are read once for both.
 
-    prefill: see PrefillBatch; behind its last row, token_ids[query_starts[N] + i] is the new token of decode_slots[i].
+    prefill: see PrefillBatch, with the table updates of the decodes too; behind its last row, token_ids[
+        query_starts[N] + i] is the new token of decode_slots[i].
     decode_slots: i32[D], none of the prefill's; padding, at the end and without a token, has the number of slots.
     wanted: i32[R], the flat tokens whose logits are wanted; padding, at the end, is T or more.
     """

@@ -40,7 +40,8 @@ def prefill_step(
     Returns logits f32[N, vocab] of each row's last position (padding rows: of no meaning), and the new state.
     """
     hidden, state = prefill_hidden(config, params, state, batch)
-    return prefill_logits(config, params, hidden, batch), state
+    last = jnp.maximum(batch.query_starts[1:] - 1, 0)
+    return logits_of(config, params, hidden[last]), state
 
 
 def prefill_hidden(
@@ -61,12 +62,6 @@ def prefill_hidden(
     hidden, kv = _apply(config, params, batch.token_ids, positions, state.kv, attend)
     new_lengths = state.lengths.at[batch.slots].set(lengths, mode="drop")
     return hidden, EngineState(kv, page_table, new_lengths)
-
-
-def prefill_logits(config: DecoderConfig, params: Params, hidden: jax.Array, batch: PrefillBatch) -> jax.Array:
-    """Logits f32[N, vocab] of each row's last position, from the hidden states of `prefill_hidden`."""
-    last = jnp.maximum(batch.query_starts[1:] - 1, 0)
-    return logits_of(config, params, hidden[last])
 
 
 def decode_step(

@@ -65,16 +65,14 @@ def _add_border_pages(
     """The page that holds the last position, unless it is full, and the one in which the window begins."""
     size = pages.page_size
     last = lengths // size
-    columns = last[:, None]
+    begins = None if spec.window is None else jnp.maximum(lengths - spec.window, 0)
+    columns = last[:, None] if begins is None else jnp.stack([begins // size, last], axis=1)
     positions = columns[:, :, None] * size + jnp.arange(size)
     visible = positions < lengths[:, None, None]
-    if spec.window is not None:
-        begins = jnp.maximum(lengths - spec.window, 0)
-        first = begins // size
-        columns = jnp.stack([first, last], axis=1)
-        wanted = jnp.stack([(first < last) & (begins % size > 0), jnp.ones_like(last, bool)], axis=1)
-        positions = columns[:, :, None] * size + jnp.arange(size)
-        visible = (positions >= begins[:, None, None]) & (positions < lengths[:, None, None]) & wanted[:, :, None]
+    if begins is not None:
+        first_is_border = (begins // size < last) & (begins % size > 0)
+        wanted = jnp.stack([first_is_border, jnp.ones_like(first_is_border)], axis=1)
+        visible &= (positions >= begins[:, None, None]) & wanted[:, :, None]
     page_ids = _pages_at(page_table, columns)
     visible = visible.reshape(lengths.shape[0], -1)
     k, v = attention.gather_block(pages, page_ids, spec)

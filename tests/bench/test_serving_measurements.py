@@ -22,7 +22,6 @@ from simulator_accuracy import Prediction
 from jaxinfer.core.latency import Distribution, Summary
 from jaxinfer.core.scheduler import SchedulerConfig
 from jaxinfer.core.workload import Workload, WorkloadRequest
-from jaxinfer.runtime.limits import RunnerLimits, buckets_for
 
 # --- compare_serving -------------------------------------------------------------------------------------------------
 
@@ -185,8 +184,7 @@ def test_a_simulation_by_measured_steps(ahead):
     )  # fmt: skip
     workload = Workload((WorkloadRequest("0", 0.0, (1,) * 64, 4),))
     times = simulator_accuracy.median_steps([steps(1.0), steps(3.0)])
-    buckets = buckets_for(RunnerLimits.of_scheduler(config, 100))
-    summary = simulator_accuracy.figures(simulator_accuracy.simulate(times, config, buckets, workload), config)
+    summary = simulator_accuracy.figures(simulator_accuracy.simulate(times, config, 100, workload), config)
     assert summary.ttft is not None
     assert summary.itl is not None
     assert (summary.ttft.p50, summary.itl.p50) == pytest.approx((1.0, 0.2) if ahead else (5.0, 5.0))

@@ -55,7 +55,7 @@ def test_tensor_parallel_tpu(target: str, devices: int):
         assert bucket["in_place"]
     # With a prefill of 512 tokens, decodes of all slots cost their keys and values and no weights.
     (mixed,) = [bucket for bucket in report["buckets"] if bucket["kind"] == "prefill"]
-    assert mixed["decodes"] == 64
+    assert mixed["decodes"] == 63
     assert 0.98 < mixed["bytes_accessed"] / mixed["cost"]["bytes"] < 1.20
 
 

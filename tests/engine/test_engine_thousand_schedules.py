@@ -61,7 +61,8 @@ def build_runner(window: int | None) -> Runner:
     params = jax.tree.map(lambda leaf: leaf * 12, init_params(config, jax.random.key(3)))
     limits = RunnerLimits(4, PAGE, PAGES, CONTEXT, 32, 3, VOCAB, window=window, host_pages=HOST_PAGES)
     # Few programs, to be built fast; small prefills take decodes along.
-    return Runner(config, params, limits, buckets=Buckets((1, 4), ((8, 1), (32, 3)), 3, 2, 8))
+    buckets = Buckets((1, 4), ((8, 1), (32, 3)), mixed_rows=3, least_mixed=2, most_mixed=8)
+    return Runner(config, params, limits, buckets=buckets)
 
 
 def spoil(runner: Any) -> None:

@@ -100,11 +100,12 @@ def test_host_pages_and_windows(golden_models):
     context=st.integers(2, 3000),
     tokens=st.integers(1, 3000),
     rows=st.integers(1, 12),
+    platform=st.sampled_from(["cpu", "cuda", "tpu"]),
     data=st.data(),
 )
-def test_every_batch_has_a_bucket(slots, context, tokens, rows, data):
+def test_every_batch_has_a_bucket(slots, context, tokens, rows, platform, data):
     limits = RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
-    buckets = buckets_for(limits)
+    buckets = buckets_for(limits, platform)
     assert len(set(buckets.prefill)) == len(buckets.prefill)
     for count in range(1, slots + 1):
         bucket = buckets.decode(count)
@@ -121,28 +122,32 @@ def test_every_batch_has_a_bucket(slots, context, tokens, rows, data):
     context=st.integers(2, 300),
     tokens=st.integers(1, 600),
     rows=st.integers(1, 12),
-    on_cpu=st.booleans(),
+    platform=st.sampled_from(["cpu", "cuda", "tpu"]),
     data=st.data(),
 )
-def test_decodes_run_with_a_prefill_where_there_is_room(slots, context, tokens, rows, on_cpu, data):
+def test_decodes_run_with_a_prefill_where_there_is_room(slots, context, tokens, rows, platform, data):
     limits = RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
-    buckets = buckets_for(limits, on_cpu=on_cpu)
+    buckets = buckets_for(limits, platform)
+    largest = buckets.prefill[-1][0]
+    assert largest <= min(limits.max_batched_tokens, rows * context + slots - 1), "more than can come"
     prefilled_rows = data.draw(st.integers(1, min(rows, slots)))
     decodes = data.draw(st.integers(0, slots - prefilled_rows))
     room = min(limits.max_batched_tokens - decodes, prefilled_rows * context)
     if room < prefilled_rows:
         return
     prefilled = data.draw(st.integers(prefilled_rows, room))
-    held = buckets.prefill_for(decodes + prefilled, prefilled_rows)
-    enough = 2 * decodes >= slots if on_cpu else decodes > 0
-    small = held[0] <= 192 or not on_cpu
-    assert buckets.mixes(decodes, prefilled, prefilled_rows) == (decodes > 0 and enough and small)
-    if decodes and enough and small:
-        assert decodes <= buckets.mixed_in(held[0])
+    enough = decodes > 0 and (2 * decodes >= slots or platform == "tpu")
+    if platform == "cpu" and decodes + prefilled > largest:
+        assert not buckets.mixes(decodes, prefilled, prefilled_rows)
+        return
+    held = buckets.prefill_for(decodes + prefilled, prefilled_rows)[0]
+    small = held <= 192 or platform != "cpu"
+    assert buckets.mixes(decodes, prefilled, prefilled_rows) == (enough and small)
+    assert decodes <= buckets.mixed_in(held) or not (enough and small)
 
 
 def test_batch_shapes_are_powers_of_two_and_of_the_larger_ones_those_between():
-    buckets = buckets_for(RunnerLimits(32, 16, 100, 1024, 512, 8, 160))
+    buckets = buckets_for(RunnerLimits(32, 16, 100, 1024, 512, 8, 160), "cpu")
     assert buckets.decode_rows == (1, 2, 4, 8, 16, 24, 32)
     assert buckets.prefill == tuple((tokens, 8) for tokens in (32, 64, 96, 128, 192, 256, 384, 512))
     assert buckets.prefill_for(100, 1) == buckets.prefill_for(128, 8) == (128, 8)

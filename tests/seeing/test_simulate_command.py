@@ -14,7 +14,7 @@ from jaxinfer.core.simulator import RoundShape
 from jaxinfer.engine.step_models import MeasuredSteps, RooflineSteps
 from jaxinfer.runtime.chips import parse_target
 from jaxinfer.runtime.cost import StepCost, decode_cost, prefill_cost, weight_bytes_read
-from jaxinfer.runtime.limits import RunnerLimits, buckets_for
+from jaxinfer.runtime.limits import RunnerLimits
 
 SMALL = decoder(SMOLLM2_135M | {"num_hidden_layers": 3})
 WINDOWED = SMALL.replace(windows=(4, None, 9))
@@ -32,7 +32,7 @@ def config_file(tmp_path) -> str:
 
 @pytest.fixture
 def steps_file(tmp_path):
-    def write(*steps, **changes) -> str:
+    def write(*steps, about=(), **changes) -> str:
         entries = [
             {"kind": kind, "batch": batch, "tokens": tokens, "context": context}
             | {"median_s": seconds, "stream_s": 0.9 * seconds}
@@ -40,7 +40,7 @@ def steps_file(tmp_path):
             for kind, batch, tokens, context, seconds in steps
         ]
         path = tmp_path / "steps.json"
-        path.write_text(json.dumps({"model": "m", "steps": entries}))
+        path.write_text(json.dumps({"model": "m", "steps": entries} | dict(about)))
         return str(path)
 
     return write
@@ -97,7 +97,20 @@ def test_roofline_of_a_round():
     ],
 )
 def test_measured_steps(steps_file, shape, seconds):
-    assert MeasuredSteps(steps_file(*STEPS), buckets_for(LIMITS))(shape) == pytest.approx(seconds)
+    assert MeasuredSteps(steps_file(*STEPS), LIMITS)(shape) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "seconds"),
+    [
+        ("NVIDIA H200", RoundShape((100,) * 3, ((0, 125),)), 0.1 + 0.010 + 0.03 * 3 / 7),  # fewer than half: alone
+        ("NVIDIA H200", RoundShape((100,) * 4, ((0, 508),)), 0.5 + 100 * (0.05e-3 + 0.15e-3 * 3 / 7)),  # four rows
+        ("TPU v6 lite", RoundShape((100,), ((0, 511),)), 0.5 + 100 * 0.05e-3),
+    ],
+)
+def test_measured_steps_of_accelerators(steps_file, device, shape, seconds):
+    steps = MeasuredSteps(steps_file(*STEPS, about={"device": device}), LIMITS)
+    assert steps(shape) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +134,7 @@ def test_measured_prefills_of_several_prompts_and_after_cached_positions(steps_f
         ("prefill", 1, 128, 300, 0.15),
         ("prefill", 8, 64, 300, 9.0),  # neither alone nor without cached positions: not used
     )
-    assert MeasuredSteps(steps_file(*measured), buckets_for(LIMITS))(shape) == pytest.approx(seconds)
+    assert MeasuredSteps(steps_file(*measured), LIMITS)(shape) == pytest.approx(seconds)
 
 
 def run_json(capsys, *arguments) -> dict:

@@ -43,8 +43,8 @@ def check_decode(report: dict[str, Any], kernel: str, most_moved: float | None =
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("target", "devices"), [("v6e-4", 4), ("v7x-1", 2)])
-def test_tensor_parallel_tpu(target: str, devices: int):
+@pytest.mark.parametrize(("target", "devices", "most_moved"), [("v6e-4", 4, 1.20), ("v7x-1", 2, 1.45)])
+def test_tensor_parallel_tpu(target: str, devices: int, most_moved: float):
     code, report = compile_for("--target", target, *SHAPE)
     assert code == 0
     assert report["fits"]
@@ -53,10 +53,11 @@ def test_tensor_parallel_tpu(target: str, devices: int):
     for bucket in report["buckets"]:
         assert bucket["kernels"].startswith("pallas_mosaic_tpu")
         assert bucket["in_place"]
-    # With a prefill of 512 tokens, decodes of all slots cost their keys and values and no weights.
+    # With a prefill of 512 tokens, decodes of all slots cost their keys and values and no weights, which are half of the
+    # least. (Activations are moved too: v7x's prefill alone is at 1.70 of its own, smaller least.)
     (mixed,) = [bucket for bucket in report["buckets"] if bucket["kind"] == "prefill"]
     assert mixed["decodes"] == 63
-    assert 0.98 < mixed["bytes_accessed"] / mixed["cost"]["bytes"] < 1.20
+    assert 0.98 < mixed["bytes_accessed"] / mixed["cost"]["bytes"] < most_moved
 
 
 @needs_libtpu

@@ -53,8 +53,8 @@ def test_tensor_parallel_tpu(target: str, devices: int, most_moved: float):
     for bucket in report["buckets"]:
         assert bucket["kernels"].startswith("pallas_mosaic_tpu")
         assert bucket["in_place"]
-    # With a prefill of 512 tokens, decodes of all slots cost their keys and values and no weights, which are half of the
-    # least. (Activations are moved too: v7x's prefill alone is at 1.70 of its own, smaller least.)
+    # With a prefill of 512 tokens, decodes of all slots cost their keys and values and no weights, half of the least.
+    # (Activations are moved too: v7x's prefill alone is at 1.70 of its own, smaller least.)
     (mixed,) = [bucket for bucket in report["buckets"] if bucket["kind"] == "prefill"]
     assert mixed["decodes"] == 63
     assert 0.98 < mixed["bytes_accessed"] / mixed["cost"]["bytes"] < most_moved

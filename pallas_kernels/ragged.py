@@ -17,3 +17,11 @@ def token_positions(tokens: int, query_starts: jax.Array, lengths: jax.Array) ->
     rows = jnp.minimum(rows, lengths.shape[0] - 1)
     positions = lengths[rows] - query_starts[rows + 1] + index
     return rows, jnp.where(index < query_starts[-1], positions, -1)
+
+
+def page_places(
+    page_table: jax.Array, rows: jax.Array, positions: jax.Array, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Page and offset, i32[T] each, of positions i32[T] of rows i32[T] of the table; page 0 at position -1."""
+    columns = jnp.minimum(positions // page_size, page_table.shape[1] - 1)
+    return jnp.where(positions >= 0, page_table[rows, columns], 0), positions % page_size

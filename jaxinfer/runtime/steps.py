@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import current_platform
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
-from pallas_kernels.ragged import token_positions
+from pallas_kernels.ragged import page_places, token_positions
 
 Params = dict[str, Any]
 FEW_WANTED = 8
@@ -168,9 +168,7 @@ def _mixed_attention(
     All keys and values are written before any are read: XLA would copy the pool for a write between two readers.
     """
     tokens, rows, decodes = q.shape[0], lengths.shape[0], decode_lengths.shape[0]
-    columns = jnp.minimum(positions // pages.page_size, table.shape[1] - 1)
-    page_ids = jnp.where(positions >= 0, table[token_rows, columns], 0)
-    pages = kv_write(k, v, pages, page_ids, positions % pages.page_size, impl=impl)
+    pages = kv_write(k, v, pages, *page_places(table, token_rows, positions, pages.page_size), impl=impl)
     options = {"spec": spec, "sinks": sinks, "impl": impl}
     prefilled, _ = paged_prefill(q, None, None, pages, table[:rows], query_starts, lengths, **options)
     # Slices past the end would slide back; the padding keeps them in place.

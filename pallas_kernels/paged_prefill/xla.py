@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import _xla_attention as attention
 from pallas_kernels.kv_write import xla as kv_write_xla
 from pallas_kernels.pages import KVPages
-from pallas_kernels.ragged import token_positions
+from pallas_kernels.ragged import page_places, token_positions
 from pallas_kernels.spec import AttentionSpec
 
 QUERY_BLOCK = 128
@@ -39,9 +39,8 @@ def paged_prefill(
     tokens = q.shape[0]
     if k is not None:
         rows, positions = token_positions(tokens, query_starts, lengths)
-        page_ids = page_table[rows, jnp.minimum(positions // pages.page_size, page_table.shape[1] - 1)]
-        page_ids = jnp.where(positions >= 0, page_ids, 0)
-        pages = kv_write_xla.kv_write(k, v, pages, page_ids, positions % pages.page_size)
+        places = page_places(page_table, rows, positions, pages.page_size)
+        pages = kv_write_xla.kv_write(k, v, pages, *places)
     return _attend(q, pages, page_table, query_starts, lengths, spec, sinks), pages
 
 

@@ -95,16 +95,19 @@ def test_host_pages_and_windows(golden_models):
     assert limits_for(wider, EngineOptions(num_pages=9)).window == 1000
 
 
-@given(
-    slots=st.integers(1, 40),
-    context=st.integers(2, 3000),
-    tokens=st.integers(1, 3000),
-    rows=st.integers(1, 12),
-    platform=st.sampled_from(["cpu", "cuda", "tpu"]),
-    data=st.data(),
-)
-def test_every_batch_has_a_bucket(slots, context, tokens, rows, platform, data):
-    limits = RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
+PLATFORMS = st.sampled_from(["cpu", "cuda", "tpu"])
+
+
+@st.composite
+def random_limits(draw: st.DrawFn, most_context: int, most_tokens: int) -> RunnerLimits:
+    slots, rows = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    context, tokens = draw(st.integers(2, most_context)), draw(st.integers(1, most_tokens))
+    return RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
+
+
+@given(limits=random_limits(3000, 3000), platform=PLATFORMS, data=st.data())
+def test_every_batch_has_a_bucket(limits, platform, data):
+    slots, context, rows = limits.max_slots, limits.max_context, limits.max_prefill_rows
     buckets = buckets_for(limits, platform)
     assert len(set(buckets.prefill)) == len(buckets.prefill)
     for count in range(1, slots + 1):
@@ -117,16 +120,9 @@ def test_every_batch_has_a_bucket(slots, context, tokens, rows, platform, data):
     assert held_rows >= min(len(lengths), total)
 
 
-@given(
-    slots=st.integers(1, 40),
-    context=st.integers(2, 300),
-    tokens=st.integers(1, 600),
-    rows=st.integers(1, 12),
-    platform=st.sampled_from(["cpu", "cuda", "tpu"]),
-    data=st.data(),
-)
-def test_decodes_run_with_a_prefill_where_there_is_room(slots, context, tokens, rows, platform, data):
-    limits = RunnerLimits(slots, 16, 100, context, max(tokens, slots), rows, 160)
+@given(limits=random_limits(300, 600), platform=PLATFORMS, data=st.data())
+def test_decodes_run_with_a_prefill_where_there_is_room(limits, platform, data):
+    slots, context, rows = limits.max_slots, limits.max_context, limits.max_prefill_rows
     buckets = buckets_for(limits, platform)
     largest = buckets.prefill[-1][0]
     assert largest <= min(limits.max_batched_tokens, rows * context + slots - 1), "more than can come"

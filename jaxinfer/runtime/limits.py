@@ -119,8 +119,8 @@ SMALLEST_PREFILL = 32
 HALVED_ROWS, HALVED_TOKENS = 16, 64
 """From here on there is a decode batch, or a number of prefill tokens, halfway between two powers of two."""
 MOST_MIXED_ON_CPU = 192
-"""Tokens of the largest prefill there that takes decodes along: of SmolLM2-135M's, on two cores, reading the weights
-takes 7% of its time, and room for decodes in the larger ones would cost half a second at every start."""
+"""Tokens of the largest prefill there that takes decodes along: of larger ones reading the weights is a small part, and
+the room for decodes would make every start longer."""
 
 
 def buckets_for(limits: RunnerLimits, platform: str) -> Buckets:
